@@ -1,0 +1,6 @@
+#define FLASH_KDA_CPU_NAMESPACE generic
+#include "cpu/kernels.inl"
+
+namespace flash_kda::cpu {
+const Kernels kGenericKernels = generic::kernels("generic");
+}  // namespace flash_kda::cpu
