@@ -1,22 +1,30 @@
-# Install and export. The tree is the same below any prefix: include/, lib/, lib/cmake/flash_kda/. Inside the
-# Python package the prefix is the package's own folder (scikit-build-core's wheel.install-dir).
+# Install and export. The tree is the same below any prefix: include/, lib/, lib/cmake/flash_kda/. In a wheel it lies
+# inside the Python package (FLASH_KDA_INSTALL_SUBDIR), beside its __init__.py.
 
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 if(SKBUILD)
-  set(CMAKE_INSTALL_LIBDIR lib)  # a wheel has no lib64 or lib/<triplet>
-  set(CMAKE_INSTALL_INCLUDEDIR include)
+  set(default_subdir flash_kda)
 endif()
-set(config_dir ${CMAKE_INSTALL_LIBDIR}/cmake/flash_kda)
+set(FLASH_KDA_INSTALL_SUBDIR "${default_subdir}"
+    CACHE STRING "Folder below the install prefix that takes headers, library and CMake package")
+if(FLASH_KDA_INSTALL_SUBDIR)
+  # One layout for every platform: a wheel has no lib64 or lib/<triplet>.
+  set(include_dir ${FLASH_KDA_INSTALL_SUBDIR}/include)
+  set(lib_dir ${FLASH_KDA_INSTALL_SUBDIR}/lib)
+else()
+  set(include_dir ${CMAKE_INSTALL_INCLUDEDIR})
+  set(lib_dir ${CMAKE_INSTALL_LIBDIR})
+endif()
+set(config_dir ${lib_dir}/cmake/flash_kda)
 
 install(
   TARGETS flash_kda
   EXPORT flash_kdaTargets
-  ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT cpp
-  INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-install(DIRECTORY include/flash_kda DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT cpp
-        FILES_MATCHING PATTERN "*.h")
+  ARCHIVE DESTINATION ${lib_dir} COMPONENT cpp
+  INCLUDES DESTINATION ${include_dir})
+install(DIRECTORY include/flash_kda DESTINATION ${include_dir} COMPONENT cpp FILES_MATCHING PATTERN "*.h")
 install(EXPORT flash_kdaTargets NAMESPACE flash_kda:: DESTINATION ${config_dir} COMPONENT cpp)
 
 configure_package_config_file(cmake/flash_kdaConfig.cmake.in ${PROJECT_BINARY_DIR}/flash_kdaConfig.cmake
