@@ -1,0 +1,157 @@
+"""`flash-kda check`: the accuracy of the installed build on the named inputs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from flash_kda import inputs
+from flash_kda.cli import backend
+from flash_kda.cli.console import (
+    EXIT_BAD_RESULT,
+    Stages,
+    UserError,
+    check_parent,
+    stdout,
+    write_json,
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `check` was asked for; no names means all."""
+
+    names: tuple[str, ...]
+    quick: bool
+    device: backend.DeviceChoice
+    verbose: bool
+    json_file: Path | None
+    json: bool
+
+
+def listing() -> Table:
+    """Every input with what it is."""
+    table = Table()
+    table.add_column("input")
+    table.add_column("what it is", overflow="fold")
+    for name in inputs.NAMES:
+        table.add_row(name, inputs.describe(name))
+    return table
+
+
+def _names(asked: tuple[str, ...]) -> tuple[str, ...]:
+    known = {name.lower(): name for name in inputs.NAMES}
+    for name in asked:
+        if name.lower() not in known:
+            raise UserError(f"no input '{name}'; there are {', '.join(inputs.NAMES)}")
+    return tuple(known[name.lower()] for name in asked) or inputs.NAMES
+
+
+def check(settings: Settings) -> int:
+    """Runs the inputs, prints a line each; returns the exit status."""
+    check_parent(settings.json_file, "--json-file")
+    names = _names(settings.names)
+    device = backend.pick_device(settings.device)
+    rows: dict[str, list[inputs.Row]] = {}
+    seconds: dict[str, float] = {}
+    with Stages(enabled=not settings.json) as stages:
+        stages.begin("checking", len(names))
+        for name in names:
+            start = time.perf_counter()
+            rows[name] = inputs.check(
+                name,
+                device,
+                quick=settings.quick,
+                say=lambda case, name=name: stages.describe(f"{name}: {case}"),
+            )
+            seconds[name] = time.perf_counter() - start
+            stages.advance()
+    failed = [row for name in names for row in rows[name] if not row.ok]
+    comparisons = sum(len(rows[name]) for name in names)
+    if not settings.json:
+        console = stdout()
+        console.print(_table(rows, seconds, device, settings.verbose))
+        verdict = (
+            "all within bounds" if not failed else f"{len(failed)} OUTSIDE their bounds or not run"
+        )
+        console.print(
+            f"{len(names)} inputs, {comparisons} comparisons, {sum(seconds.values()):.0f} s: {verdict}"
+        )
+    record = {
+        "device": device,
+        "device_name": backend.device_name(device),
+        "quick": settings.quick,
+        "ok": not failed,
+        "inputs": [
+            {
+                "name": name,
+                "what": inputs.describe(name),
+                "seconds": seconds[name],
+                "ok": all(row.ok for row in rows[name]),
+                "rows": [asdict(row) for row in rows[name]],
+            }
+            for name in names
+        ],
+    }
+    write_json(record, settings.json_file, settings.json)
+    return EXIT_BAD_RESULT if failed else 0
+
+
+def _figure(error: float | None, bound: float | None) -> str:
+    return "" if error is None or bound is None else f"{error:.2e} / {bound:g}"
+
+
+def _line(name: str, rows: list[inputs.Row]) -> tuple[str, ...]:
+    """Figures of one input: the row nearest its bound, and how many properties held."""
+    measured = [row for row in rows if row.out_error is not None]
+    yes_no = [row for row in rows if row.out_error is None]
+    worst = max(measured, key=lambda row: row.margin, default=None)
+    held = f"{sum(row.ok for row in yes_no)} of {len(yes_no)}" if yes_no else ""
+    out = state = units = ""
+    if worst is not None:
+        out, state = (
+            _figure(worst.out_error, worst.out_bound),
+            _figure(worst.state_error, worst.state_bound),
+        )
+        units = "" if worst.worst_units is None else f"{worst.worst_units:.2f}"
+    bad = next((row for row in rows if not row.ok), None)
+    verdict = "ok" if bad is None else "FAILED"
+    what = inputs.describe(name) if bad is None else f"{bad.case}: {bad.note or 'above its bound'}"
+    return out, state, units, held, verdict, what
+
+
+def _table(
+    rows: dict[str, list[inputs.Row]], seconds: dict[str, float], device: str, verbose: bool
+) -> Table:
+    table = Table(title=f"accuracy on {backend.device_name(device)}")
+    table.add_column("input", no_wrap=True)
+    for column in ("out error / bound", "state error / bound", "bf16 units", "properties"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    table.add_column("what it is; where it failed", overflow="fold")
+    table.add_column("s", justify="right")
+    for name, of_input in rows.items():
+        style = None if all(row.ok for row in of_input) else "bold red"
+        table.add_row(name, *_line(name, of_input), f"{seconds[name]:.1f}", style=style)
+        if verbose:
+            for row in inputs.summarize(of_input):
+                table.add_row(*_verbose_line(row), style="dim" if row.ok else "red")
+    return table
+
+
+def _verbose_line(row: Any) -> tuple[str, ...]:
+    where = "" if row.sequence is None else f", sequence {row.sequence} head {row.head}"
+    return (
+        "",
+        _figure(row.out_error, row.out_bound),
+        _figure(row.state_error, row.state_bound),
+        "" if row.worst_units is None else f"{row.worst_units:.2f}",
+        "" if row.out_error is not None else ("yes" if row.ok else "NO"),
+        "ok" if row.ok else "FAILED",
+        f"{row.case}{where}{': ' if row.note else ''}{row.note}",
+        "",
+    )
