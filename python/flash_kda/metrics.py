@@ -27,9 +27,10 @@ def relative_rms(x: Any, ref: Any, axis: tuple[int, ...] | None = None) -> Array
 
 
 def worst_bf16_units(x: Any, ref: Any, axis: tuple[int, ...] | None = None) -> Array:
-    """The largest ``|x - ref|`` over ``axis``, in bf16 units (last places) of the largest ``|ref|``.
+    """The largest ``|x - ref|`` over ``axis``, in bf16 units (last places) of the top ``|ref|``.
 
-    One unit of ``m`` is ``2 ** (floor(log2 m) - 7)``. 0 where both are zero, inf where ``x`` is not finite.
+    One unit of ``m`` is ``2 ** (floor(log2 m) - 7)``. 0 where both are zero, inf where ``x`` is not
+    finite.
     """
     a, b = to_numpy(x).astype(np.float64), to_numpy(ref).astype(np.float64)
     with np.errstate(invalid="ignore"):

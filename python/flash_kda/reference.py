@@ -7,9 +7,11 @@ Per sequence and value head ``hv`` (its key head is ``hv // (HV // H)``), with s
     g_t [K]  <- lower_bound * sigmoid(exp(A_log) * (g + dt_bias))    gate="lower_bound"
                 -exp(A_log) * softplus(g + dt_bias)                  gate="softplus"
                 g                                                    gate="log_decay"
-    b_t      <- sigmoid(beta) | 2 * sigmoid(beta) | beta     beta_kind="logit" | "doubled_logit" | "probability"
+    b_t      <- sigmoid(beta)                                    beta_kind="logit"
+                2 * sigmoid(beta)                                beta_kind="doubled_logit"
+                beta                                             beta_kind="probability"
     S        <- S * exp(g_t)[None, :]                        decay first
-    u_t [V]  <- b_t * (v_t - S k_t)                          then the error against the decayed state
+    u_t [V]  <- b_t * (v_t - S k_t)                          then the error
     S        <- S + u_t k_t^T
     o_t [V]  <- scale * S q_t
 
@@ -126,7 +128,7 @@ class _Inputs:
 
 
 def _take_heads(x: Any, heads: Sequence[int], name: str) -> Array:
-    """[B, T, heads, ...]; picks before it copies to the host, so that few heads of a big array are cheap."""
+    """[B, T, heads, ...]; picks before it copies to the host: few heads of many are cheap."""
     if not hasattr(x, "shape") or len(x.shape) < 3:
         raise ValueError(
             f"{name}: expected [batch, tokens, heads, ...], got {getattr(x, 'shape', x)}"
@@ -198,7 +200,7 @@ def _run(
     o: Array,  # [B, T, n, V], written
     save: Callable[[int, Array], None],  # told the states after t tokens, for each t
 ) -> Iterator[int]:
-    """Advances the items together, the longest first; yields the head-tokens done since the last yield."""
+    """Advances the items together, the longest first; yields the head-tokens that it did."""
     lengths = [item.length for item in items]
     scale = inputs.dtype.type(inputs.scale)
     outer = np.empty_like(S)
@@ -250,11 +252,20 @@ def recurrent_kda(
     """Runs the recurrence of this module's docstring and rounds nowhere but in ``dtype``.
 
     Args:
-      q, k: ``[B, T, H, K]``. v: ``[B, T, HV, V]``. g: ``[B, T, HV, K]``. beta: ``[B, T, HV]``.
+      q: queries ``[B, T, H, K]``.
+      k: keys ``[B, T, H, K]``.
+      v: values ``[B, T, HV, V]``.
+      g: raw gate or log decay ``[B, T, HV, K]``.
+      beta: writing strength ``[B, T, HV]``.
       scale: ``K ** -0.5`` if None.
-      A_log: ``HV`` elements. dt_bias: ``[HV, K]`` or ``[HV * K]``. Both optional.
-      initial_state: ``[N, HV, V, K]``, or with ``initial_state_indices`` a pool ``[slots, HV, V, K]``;
-        a negative index starts from zero.
+      A_log: ``HV`` elements; its exponential is 1 if None.
+      dt_bias: ``[HV, K]`` or ``[HV * K]``; 0 if None.
+      gate: how ``g`` becomes the log decay, see the module's docstring.
+      lower_bound: of the log decay, for ``gate="lower_bound"``.
+      beta_kind: how ``beta`` becomes the writing strength.
+      l2norm: whether ``q`` and ``k`` are normalised.
+      initial_state: ``[N, HV, V, K]``, or a pool ``[slots, HV, V, K]`` with indices.
+      initial_state_indices: ``[N]`` slots of the pool; a negative one starts from zero.
       final_state_indices: ``[N]``; then the returned final state is a copy of the pool
         ``initial_state`` with those slots replaced (negative: none).
       cu_seqlens: ``[N + 1]`` offsets of the sequences packed in ``T``; then ``B == 1``.
@@ -265,8 +276,8 @@ def recurrent_kda(
       progress: called with (head-tokens done, head-tokens in all) now and then.
 
     Returns:
-      ``(o [B, T, heads, V], final_state [N, heads, V, K])``, and ``[checkpoints, heads, V, K]`` third
-      if ``checkpoints`` is not None. Rows of ``o`` at or past ``cu_seqlens[-1]`` are zero.
+      ``(o [B, T, heads, V], final_state [N, heads, V, K])``, and if ``checkpoints`` is not None the
+      states there, ``[checkpoints, heads, V, K]``. Rows of ``o`` at or past ``cu_seqlens[-1]`` are zero.
 
     Raises:
       TypeError: an argument is no array. ValueError: shapes or options do not fit.

@@ -1,4 +1,4 @@
-"""The reference recurrence itself, against textbook loops over Python floats and against hand-made steps."""
+"""The reference recurrence itself, against textbook loops over Python floats and by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from flash_kda import reference
 
 KINDS = [
