@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,10 @@ def _names(asked: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(known[name.lower()] for name in asked) or inputs.NAMES
 
 
+def _teller(stages: Stages, name: str) -> Callable[[str], None]:
+    return lambda case: stages.describe(f"{name}: {case}")
+
+
 def check(settings: Settings) -> int:
     """Runs the inputs, prints a line each; returns the exit status."""
     check_parent(settings.json_file, "--json-file")
@@ -66,7 +71,7 @@ def check(settings: Settings) -> int:
                 name,
                 device,
                 quick=settings.quick,
-                say=lambda case, name=name: stages.describe(f"{name}: {case}"),
+                say=_teller(stages, name),
             )
             seconds[name] = time.perf_counter() - start
             stages.advance()
@@ -79,7 +84,8 @@ def check(settings: Settings) -> int:
             "all within bounds" if not failed else f"{len(failed)} OUTSIDE their bounds or not run"
         )
         console.print(
-            f"{len(names)} inputs, {comparisons} comparisons, {sum(seconds.values()):.0f} s: {verdict}"
+            f"{len(names)} inputs, {comparisons} comparisons, "
+            f"{sum(seconds.values()):.0f} s: {verdict}"
         )
     record = {
         "device": device,
