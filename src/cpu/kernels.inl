@@ -1,176 +1,110 @@
-// Plain token-by-token form; to be replaced by the chunked one.
-#include <cmath>
-#include <cstring>
+// The numerical source of the CPU backend, included by one thin file for each instruction set, after its vec_*.h and
+// with FLASH_KDA_CPU_NAMESPACE set. Everything is fp32; bf16 and fp16 appear only in loads and stores.
+//
+// A head is worked on in chunks of kChunk tokens; chunk.inl has the mathematics. For each chunk: prepare what all
+// columns share, then for each panel of columns read, solve, update (panel.inl). Counted in vector operations of K * V
+// elements a token this is 2 for reading, 1 + 1/8 for updating, against 4 for token by token.
+
+#include <utility>  // integer_sequence; emits no code
 
 #include "constants.h"
 #include "cpu/kernels.h"
+
+#include "cpu/rows.inl"
+
+#include "cpu/math.inl"
+
+#include "cpu/chunk.inl"
+
+#include "cpu/panel.inl"
 
 namespace flash_kda::cpu {
 namespace FLASH_KDA_CPU_NAMESPACE {
 namespace {
 
-float half_to_float(std::uint16_t h) {
-  const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000U) << 16;
-  const std::uint32_t exponent = (h >> 10) & 31U;
-  const std::uint32_t mantissa = h & 1023U;
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(mantissa) * 0x1p-24F;
-    return sign != 0 ? -magnitude : magnitude;
-  }
-  const std::uint32_t bits = exponent == 31 ? sign | 0x7F800000U | mantissa << 13
-                                            : sign | (exponent + 112) << 23 | mantissa << 13;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
+// Floats of scratch, in the order in which run() takes them.
+struct Layout {
+  int pitch;
+  std::size_t rows, state, tile, said, u;
 
-std::uint16_t float_to_half(float x) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const std::uint32_t sign = bits >> 16 & 0x8000U;
-  bits &= 0x7FFFFFFFU;
-  if (bits > 0x7F800000U) return static_cast<std::uint16_t>(sign | 0x7E00U | (bits >> 13 & 0x3FFU));
-  if (bits >= 0x47800000U) return static_cast<std::uint16_t>(sign | 0x7C00U);
-  if (bits < 0x38800000U) {  // subnormal: let the fp32 adder round
-    float magnitude;
-    std::memcpy(&magnitude, &bits, 4);
-    magnitude += 0.5F;
-    std::memcpy(&bits, &magnitude, 4);
-    return static_cast<std::uint16_t>(sign | (bits - 0x3F000000U));
-  }
-  bits += 0xFFFU + (bits >> 13 & 1U) - 0x38000000U;
-  return static_cast<std::uint16_t>(sign | bits >> 13);
-}
+  Layout(int keys, int columns)
+      : pitch(round_up(keys, kWidth)),
+        rows(static_cast<std::size_t>(6 * kChunk + 2) * pitch),
+        state(static_cast<std::size_t>(round_up(columns, kPanel)) * pitch),
+        tile(static_cast<std::size_t>(kWidth) * pitch),
+        said(2 * kChunk * kPanel),
+        u(kChunk * kPanel) {}
 
-float load(const std::byte* p, Element e, int i) {
-  if (e == Element::kFloat32) {
-    float x;
-    std::memcpy(&x, p + 4 * i, 4);
-    return x;
+  std::size_t bytes() const {
+    return round_up(static_cast<int>((rows + state + tile + said + u) * sizeof(float)), kScratchAlignment);
   }
-  std::uint16_t h;
-  std::memcpy(&h, p + 2 * i, 2);
-  if (e == Element::kFloat16) return half_to_float(h);
-  const std::uint32_t bits = static_cast<std::uint32_t>(h) << 16;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
+};
 
-void store(std::byte* p, Element e, int i, float x) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if (e == Element::kFloat32) {
-    std::memcpy(p + 4 * i, &bits, 4);
-    return;
-  }
-  std::uint16_t h;
-  if (e == Element::kFloat16) {
-    h = float_to_half(x);
-  } else if ((bits & 0x7FFFFFFFU) > 0x7F800000U) {
-    h = static_cast<std::uint16_t>(bits >> 16);
-    if ((h & 0x7FU) == 0) h |= 0x40U;  // a NaN must not become an infinity
-  } else {
-    h = static_cast<std::uint16_t>((bits + 0x7FFFU + (bits >> 16 & 1U)) >> 16);
-  }
-  std::memcpy(p + 2 * i, &h, 2);
-}
+std::size_t scratch_bytes(int key_dim, int columns) { return Layout(key_dim, columns).bytes(); }
 
-float sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
-
-float log_decay(const Gate& gate, float x) {
-  switch (gate.form) {
-    case GateForm::kLowerBound:
-      return gate.lower_bound * sigmoid(gate.rate * x);
-    case GateForm::kSoftplus:
-      if (x < -17.0F) return -std::exp(x + gate.log_rate);
-      return -gate.rate * ((x > 0 ? x : 0.0F) + std::log1p(std::exp(x > 0 ? -x : x)));
-    case GateForm::kLogDecay:
-      break;
-  }
-  return x;
-}
-
-void load_row(const InputRows& rows, std::int64_t t, int n, bool l2norm, float* to) {
-  float sum = 0;
-  for (int i = 0; i < n; ++i) {
-    to[i] = load(rows.data + t * rows.stride, rows.element, i);
-    sum += to[i] * to[i];
-  }
-  if (!l2norm) return;
-  const float inverse = 1.0F / std::sqrt(sum + kL2NormEpsilon);
-  for (int i = 0; i < n; ++i) to[i] *= inverse;
-}
-
-void store_state(const OutputRows& to, std::int64_t offset, const float* state, int keys, int columns) {
-  for (int c = 0; c < columns; ++c) {
-    for (int k = 0; k < keys; ++k) {
-      store(to.data + offset + c * to.stride, to.element, k, state[k * columns + c]);
+// Asks for the rows of the chunk that begins at token t. The rows of one head lie in different pages, where the
+// hardware does not look ahead.
+void prefetch(const HeadTask& task, std::int64_t t) {
+  if (t + kChunk > task.tokens) return;
+  const auto touch = [t](const auto& rows, int n) {
+    const int bytes = n * bytes_of(rows.element);
+    for (int i = 0; i < kChunk; ++i) {
+      for (int b = 0; b < bytes; b += 64) __builtin_prefetch(rows.data + (t + i) * rows.stride + b);
     }
-  }
+  };
+  touch(task.q, task.key_dim);
+  touch(task.k, task.key_dim);
+  touch(task.g, task.key_dim);
+  touch(task.v, task.columns);
+  touch(task.beta, 1);
 }
 
 void run(const HeadTask& task, std::byte* scratch) {
-  const int keys = task.key_dim;
-  const int columns = task.columns;
-  float* state = reinterpret_cast<float*>(scratch);  // [K, columns]
-  float* u = state + static_cast<std::int64_t>(keys) * columns;
-  float* o = u + columns;
-  float* q = o + columns;
-  float* k = q + keys;
-  float* d = k + keys;
-  for (int c = 0; c < columns; ++c) {
-    for (int i = 0; i < keys; ++i) {
-      const InputRows& from = task.initial_state;
-      state[i * columns + c] = from.data ? load(from.data + c * from.stride, from.element, i) : 0.0F;
+  const Layout layout(task.key_dim, task.columns);
+  const int pitch = layout.pitch;
+  Chunk c;
+  c.pitch = pitch;
+  c.q = reinterpret_cast<float*>(scratch);
+  c.k = c.q + kChunk * pitch;
+  c.d = c.k + kChunk * pitch;
+  c.read = c.d + kChunk * pitch;
+  c.write = c.read + 2 * kChunk * pitch;
+  c.decay = c.write + kChunk * pitch;
+  c.bias = c.decay + pitch;
+  float* state = c.bias + pitch;
+  float* tile = state + layout.state;
+  float* said = tile + layout.tile;
+  float* u = said + layout.said;
+
+  __builtin_memset(c.bias, 0, sizeof(float) * static_cast<std::size_t>(pitch));
+  if (task.gate.bias != nullptr) {
+    __builtin_memcpy(c.bias, task.gate.bias, sizeof(float) * static_cast<std::size_t>(task.key_dim));
+  }
+  load_state(task.initial_state, task.key_dim, task.columns, pitch, tile, state);
+
+  std::int64_t mark = 0;
+  for (std::int64_t t = 0;; t += kChunk) {
+    for (; mark < task.checkpoint_count && task.checkpoints[mark].position <= t; ++mark) {
+      store_state(task.checkpoint, task.checkpoints[mark].offset, task.key_dim, task.columns, pitch, tile, state);
+    }
+    if (t >= task.tokens) break;
+    const int n = task.tokens - t < kChunk ? static_cast<int>(task.tokens - t) : kChunk;
+    prefetch(task, t + kChunk);
+    prepare(task, t, n, c);
+    for (int first = 0; first < task.columns; first += kPanel) {
+      float* panel = state + static_cast<std::ptrdiff_t>(first) * pitch;
+      read_state(c.read, n, pitch, panel, task.key_dim, said);
+      read_state(c.read + kChunk * pitch, n, pitch, panel, task.key_dim, said + kChunk * kPanel);
+      with_element(task.v.element, [&]<Element E>() { solve<E>(task, c, t, n, first, said, u); });
+      update_state(c, n, u, panel);
     }
   }
-  std::int64_t next = 0;
-  for (std::int64_t t = 0;; ++t) {
-    for (; next < task.checkpoint_count && task.checkpoints[next].position == t; ++next) {
-      store_state(task.checkpoint, task.checkpoints[next].offset, state, keys, columns);
-    }
-    if (t == task.tokens) break;
-    load_row(task.q, t, keys, task.l2norm, q);
-    load_row(task.k, t, keys, task.l2norm, k);
-    load_row(task.g, t, keys, false, d);
-    for (int i = 0; i < keys; ++i) {
-      const float x = task.gate.bias ? d[i] + task.gate.bias[i] : d[i];
-      d[i] = std::exp(log_decay(task.gate, x));
-    }
-    float beta = load(task.beta.data + t * task.beta.stride, task.beta.element, 0);
-    if (task.strength.logit) beta = task.strength.multiplier * sigmoid(beta);
-    for (int c = 0; c < columns; ++c) u[c] = o[c] = 0;
-    for (int i = 0; i < keys; ++i) {
-      float* s = state + i * columns;
-      for (int c = 0; c < columns; ++c) {
-        s[c] *= d[i];
-        u[c] += s[c] * k[i];
-      }
-    }
-    for (int c = 0; c < columns; ++c) {
-      u[c] = beta * (load(task.v.data + t * task.v.stride, task.v.element, c) - u[c]);
-    }
-    for (int i = 0; i < keys; ++i) {
-      float* s = state + i * columns;
-      for (int c = 0; c < columns; ++c) {
-        s[c] += u[c] * k[i];
-        o[c] += s[c] * q[i];
-      }
-    }
-    for (int c = 0; c < columns; ++c) {
-      store(task.out.data + t * task.out.stride, task.out.element, c, task.scale * o[c]);
-    }
+  if (task.final_state.data != nullptr) {
+    store_state(task.final_state, 0, task.key_dim, task.columns, pitch, tile, state);
   }
-  if (task.final_state.data) store_state(task.final_state, 0, state, keys, columns);
 }
 
-std::size_t scratch_bytes(int key_dim, int columns) {
-  const std::size_t floats = static_cast<std::size_t>(key_dim) * columns + 2 * columns + 3 * key_dim;
-  return (floats * sizeof(float) + kScratchAlignment - 1) / kScratchAlignment * kScratchAlignment;
-}
-
-constexpr Kernels kernels(const char* name) { return {name, 32, scratch_bytes, run}; }
+constexpr Kernels kernels(const char* name) { return {name, kPanel, scratch_bytes, run}; }
 
 }  // namespace
 }  // namespace FLASH_KDA_CPU_NAMESPACE
