@@ -1,0 +1,164 @@
+// The extension module flash_kda._C. Thin: it collects arguments and maps errors; call.cpp does the
+// work.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <string>
+
+#include "call.h"
+#include "flash_kda/flash_kda.h"
+
+namespace flash_kda::python {
+namespace {
+
+using nb::handle;
+
+// The library's exceptions as Python's.
+void translate(const std::exception_ptr& error, void* /*unused*/) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const TypeError& e) {
+    PyErr_SetString(PyExc_TypeError, e.what());
+  } catch (const ValueError& e) {
+    PyErr_SetString(PyExc_ValueError, e.what());
+  } catch (const NotImplementedError& e) {
+    PyErr_SetString(PyExc_NotImplementedError, e.what());
+  } catch (const Error& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+}
+
+ArrayObjects unpack(const nb::tuple& arrays) {
+  if (arrays.size() != kArrayCount) {
+    throw TypeError("arrays: expected a tuple of " + std::to_string(kArrayCount) + ", got " +
+                    std::to_string(arrays.size()));
+  }
+  ArrayObjects objects;
+  for (std::size_t i = 0; i < kArrayCount; ++i)
+    objects[i] = PyTuple_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i));
+  return objects;
+}
+
+GateKind gate_kind(int gate) {
+  if (gate < 0 || gate > static_cast<int>(GateKind::kLogDecay)) {
+    throw ValueError("gate: expected 0, 1 or 2, got " + std::to_string(gate));
+  }
+  return static_cast<GateKind>(gate);
+}
+
+BetaKind beta_kind_of(int kind) {
+  if (kind < 0 || kind > static_cast<int>(BetaKind::kProbability)) {
+    throw ValueError("beta_kind: expected 0, 1 or 2, got " + std::to_string(kind));
+  }
+  return static_cast<BetaKind>(kind);
+}
+
+CallOptions options_of(handle gate, handle beta_kind, handle l2norm, handle lower_bound,
+                       handle scale, handle threads, handle sequence_split, handle check_cu_seqlens,
+                       handle value_split) {
+  CallOptions options;
+  options.gate = gate_kind(read_int("gate", gate));
+  options.beta_kind = beta_kind_of(read_int("beta_kind", beta_kind));
+  options.l2norm = read_bool("use_qk_l2norm_in_kernel", l2norm);
+  options.lower_bound = lower_bound;
+  options.scale = scale;
+  options.plan.threads = read_int("threads", threads);
+  options.plan.sequence_split = read_bool("sequence_split", sequence_split);
+  options.plan.check_cu_seqlens = read_bool("check_cu_seqlens", check_cu_seqlens);
+  options.plan.value_split = read_int("value_split", value_split);
+  return options;
+}
+
+void bind_plan(nb::module_& m) {
+  nb::class_<ForwardPlan>(m, "Plan", "What runs for arguments of certain shapes and options.")
+      .def_prop_ro(
+          "backend",
+          [](const ForwardPlan& p) { return p.backend == Backend::kCpu ? "cpu" : "cuda-sm90"; })
+      .def_ro("batch", &ForwardPlan::batch)
+      .def_ro("tokens", &ForwardPlan::tokens)
+      .def_ro("sequences", &ForwardPlan::sequences)
+      .def_ro("key_heads", &ForwardPlan::key_heads)
+      .def_ro("value_heads", &ForwardPlan::value_heads)
+      .def_ro("key_dim", &ForwardPlan::key_dim)
+      .def_ro("value_dim", &ForwardPlan::value_dim)
+      .def_ro("varlen", &ForwardPlan::varlen)
+      .def_ro("chunk", &ForwardPlan::chunk)
+      .def_ro("threads", &ForwardPlan::threads)
+      .def_ro("value_split", &ForwardPlan::value_split)
+      .def_ro("sequence_segments", &ForwardPlan::sequence_segments)
+      .def_ro("grid", &ForwardPlan::grid)
+      .def_ro("workspace_bytes", &ForwardPlan::workspace_bytes)
+      .def_ro("reason", &ForwardPlan::reason)
+      .def("describe", &ForwardPlan::describe)
+      .def("__str__", &ForwardPlan::describe);
+}
+
+void bind_calls(nb::module_& m, const std::shared_ptr<ModuleState>& state) {
+  // The fixed call of flash-linear-attention's backend: bounded gate, beta as logits, l2norm on.
+  m.def("fwd", [state](handle q, handle k, handle v, handle g, handle beta, handle scale,
+                       handle out, handle A_log, handle dt_bias, handle lower_bound,
+                       handle initial_state, handle final_state, handle cu_seqlens) {
+    const handle none = Py_None;
+    CallOptions options;
+    options.lower_bound = lower_bound;
+    options.scale = scale;
+    return run(*state,
+               {q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, none, none,
+                cu_seqlens, none, none, none, none},
+               options);
+  });
+  m.def("forward", [state](const nb::tuple& arrays, handle gate, handle beta_kind, handle l2norm,
+                           handle lower_bound, handle scale, handle threads, handle sequence_split,
+                           handle check_cu_seqlens, handle value_split, handle inside_dispatcher) {
+    CallOptions options = options_of(gate, beta_kind, l2norm, lower_bound, scale, threads,
+                                     sequence_split, check_cu_seqlens, value_split);
+    options.inside_dispatcher = read_bool("inside_dispatcher", inside_dispatcher);
+    return run(*state, unpack(arrays), options);
+  });
+  m.def("plan", [state](const nb::tuple& arrays, handle gate, handle beta_kind, handle l2norm,
+                        handle lower_bound, handle scale, handle threads, handle sequence_split,
+                        handle check_cu_seqlens, handle value_split) {
+    return std::const_pointer_cast<ForwardPlan>(
+        plan(*state, unpack(arrays),
+             options_of(gate, beta_kind, l2norm, lower_bound, scale, threads, sequence_split,
+                        check_cu_seqlens, value_split)));
+  });
+  m.def("set_workspace_allocator",
+        [state](nb::callable allocate) { state->allocate_workspace = std::move(allocate); });
+}
+
+}  // namespace
+}  // namespace flash_kda::python
+
+NB_MODULE(_C, m) {
+  using namespace flash_kda::python;  // NOLINT(google-build-using-namespace)
+  nb::register_exception_translator(translate);
+  bind_plan(m);
+  bind_calls(m, std::make_shared<ModuleState>());
+
+  nb::class_<flash_kda::BackendInfo>(m, "BackendInfo", "A backend and whether it can run here.")
+      .def_ro("name", &flash_kda::BackendInfo::name)
+      .def_ro("available", &flash_kda::BackendInfo::available)
+      .def_ro("detail", &flash_kda::BackendInfo::detail)
+      .def("__repr__", [](const flash_kda::BackendInfo& info) {
+        return info.name + (info.available ? ": " : " (unavailable): ") + info.detail;
+      });
+  m.def("backends", [] {
+    nb::list infos;
+    for (flash_kda::BackendInfo& info : flash_kda::backends())
+      infos.append(nb::cast(std::move(info)));
+    return infos;
+  });
+  m.def("version", [] { return std::string(flash_kda::version()); });
+
+  using flash_kda::BetaKind;
+  using flash_kda::GateKind;
+  m.attr("GATE_LOWER_BOUND") = static_cast<int>(GateKind::kLowerBound);
+  m.attr("GATE_SOFTPLUS") = static_cast<int>(GateKind::kSoftplus);
+  m.attr("GATE_LOG_DECAY") = static_cast<int>(GateKind::kLogDecay);
+  m.attr("BETA_LOGIT") = static_cast<int>(BetaKind::kLogit);
+  m.attr("BETA_DOUBLED_LOGIT") = static_cast<int>(BetaKind::kDoubledLogit);
+  m.attr("BETA_PROBABILITY") = static_cast<int>(BetaKind::kProbability);
+}
