@@ -277,7 +277,7 @@ def recurrent_kda(
 
     Returns:
       ``(o [B, T, heads, V], final_state [N, heads, V, K])``, and if ``checkpoints`` is not None the
-      states there, ``[checkpoints, heads, V, K]``. Rows of ``o`` at or past ``cu_seqlens[-1]`` are zero.
+      states there, ``[checkpoints, heads, V, K]``. Rows of ``o`` past the last sequence are zero.
 
     Raises:
       TypeError: an argument is no array. ValueError: shapes or options do not fit.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flash_kda._host import Array
-from flash_kda.inputs.problem import BF16, Problem
+from flash_kda.inputs.problem import BF16, FP32, Problem
 
 # What outputs hold before a call: a NaN whose bits no computation produces.
 _POISON = {2: 0x7FED, 4: 0x7FEDBEEF}
@@ -21,6 +21,7 @@ class Result:
 
     out: Array  # [B, T, HV, V]
     final: Array | None  # [N, HV, V, K], or the pool; None if not asked for
+    checkpoints: Array | None = None  # [slots, HV, V, K]
 
 
 Forward = Callable[[Problem], Result]
@@ -149,7 +150,11 @@ def package(
     convert: Callable[[Array], Any] = lambda x: x  # noqa: E731
     if framework == "torch" or device != "cpu":
         convert = lambda x: to_torch(x, device)  # noqa: E731
+    kept = _checkpoints(problem)
+    given |= {name: x for name, x in kept.items() if name != "checkpoint_states"}
+    before |= {name: bits(x).copy() for name, x in given.items() if name in kept}
     sent = {name: convert(x) for name, x in given.items()}
+    sent_states = convert(kept["checkpoint_states"]) if kept else None
     sent_out = convert(result)
     sent_final = None if final is None else convert(final)
     if in_place:
@@ -159,17 +164,34 @@ def package(
         **arguments(problem),
         out=sent_out,
         final_state=sent_final,
+        checkpoint_states=sent_states,
         output_final_state=final is not None,
         threads=threads,
     )
     if framework == "torch" or device != "cpu":
         result, final = from_torch(sent_out), None if final is None else from_torch(sent_final)
         given = {name: from_torch(x) for name, x in sent.items()}
+        kept = {name: from_torch(sent_states) for name in kept if name == "checkpoint_states"}
     _expect_returned(back, sent_out, sent_final)
     for name, x in given.items():
         if not (in_place and name == "initial_state") and not np.array_equal(bits(x), before[name]):
             raise InputChangedError(f"{name}: the call changed it")
-    return Result(result, final)
+    return Result(result, final, kept.get("checkpoint_states"))
+
+
+def _checkpoints(problem: Problem) -> dict[str, Array]:
+    """The four arrays of checkpoints, with poisoned states, or nothing."""
+    if problem.checkpoints is None:
+        return {}
+    table = np.array(problem.checkpoints, np.int64).reshape(-1, 3)
+    shape = (int(table[:, 2].max(initial=-1)) + 2, *problem.v.shape[2:], problem.q.shape[3])
+    columns = [np.ascontiguousarray(table[:, i]) for i in range(3)]
+    return {
+        "checkpoint_sequences": columns[0],
+        "checkpoint_positions": columns[1],
+        "checkpoint_slots": columns[2],
+        "checkpoint_states": poison(np.empty(shape, problem.final_dtype or FP32)),
+    }
 
 
 def _expect_returned(back: Any, out: Any, final: Any) -> None:

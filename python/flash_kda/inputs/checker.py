@@ -143,7 +143,7 @@ class Checker:
         expected: Oracle | None = None,
         result: Result | None = None,
     ) -> Oracle:
-        """Compares a call with the oracle for each sequence and head; returns the oracle's answer."""
+        """Compares a call with the oracle for each sequence and head; returns the oracle's."""
         self.say(case)
         wanted = list(range(problem.value_heads)) if heads is None else list(heads)
         got = self.run(problem) if result is None else result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flash_kda.inputs.call import Result, bits, is_poison, same_bits
-from flash_kda.inputs.checker import STRESS, Checker
+from flash_kda.inputs.checker import STRESS, Checker, oracle
 from flash_kda.inputs.problem import BF16, FP32, Problem, Shape, normal, ordinary
 from flash_kda.metrics import relative_rms
 
@@ -205,6 +205,32 @@ def pools(c: Checker) -> None:
     c.same("slots", result.final[[1, 6]], separate.final[:2], "bitwise as with dense states")
     others = [slot for slot in range(result.final.shape[0]) if slot not in (1, 6)]
     c.expect("slots", is_poison(result.final[others]), "other slots untouched")
+    if c.forward is None:
+        checkpoints(c)
+
+
+def checkpoints(c: Checker) -> None:
+    """States on the way, at multiples of 64 of sequences that end elsewhere."""
+    p = ordinary(c.rng(2), Shape(2, lengths=(130, 7, 200)), state_in=FP32)
+    marks = ((0, 64, 3), (0, 128, 0), (2, 0, 2), (2, 64, 1), (2, 192, -1), (1, 0, 6))
+    result = c.run(p.but(checkpoints=marks))
+    case = "checkpoints, 130 tokens"
+    plain = c.run(p)
+    c.same(case, result.out, plain.out, "out bitwise as without them")
+    c.same(case, result.final, plain.final, "final state bitwise as without them")
+    assert result.checkpoints is not None
+    for sequence, position, slot in marks:
+        if slot < 0:
+            continue
+        start = p.offsets[sequence][1]
+        rows = {name: getattr(p, name)[:, start : start + position] for name in _TOKEN_ARRAYS}
+        assert p.initial_state is not None
+        state = p.initial_state[sequence : sequence + 1]
+        alone = p.but(**rows, cu_seqlens=None, initial_state=state)
+        error = relative_rms(result.checkpoints[slot], oracle(alone)[1][0], (1, 2)).max()
+        note = f"state after {position} tokens of sequence {sequence} is off by {error:.1e}"
+        c.expect(f"{case}, slot {slot}", error <= STRESS[1], note)
+    c.expect(case, is_poison(result.checkpoints[[4, 5, 7]]), "other slots untouched")
 
 
 def grouped(c: Checker) -> None:

@@ -42,6 +42,8 @@ class Problem:
     cu_seqlens: Array | None = None  # [N + 1]
     initial_state_indices: Array | None = None  # [N]
     final_state_indices: Array | None = None  # [N]
+    # (sequence, position, slot) of states to keep on the way, in the final state's dtype
+    checkpoints: tuple[tuple[int, int, int], ...] | None = None
     gate: GateKind = "lower_bound"
     beta_kind: BetaKind = "logit"
     l2norm: bool = True
