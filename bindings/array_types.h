@@ -2,6 +2,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>  // for every file here: without it a cast to std::string compiles, and fails
 
 #include <cstdint>
 #include <unordered_map>

@@ -30,6 +30,10 @@ void translate(const std::exception_ptr& error, void* /*unused*/) {
   }
 }
 
+// An argument that takes any object, None too: our own checks name the argument, nanobind's would
+// not.
+constexpr auto any(const char* name) { return nb::arg(name).none(); }
+
 ArrayObjects unpack(const nb::tuple& arrays) {
   if (arrays.size() != kArrayCount) {
     throw TypeError("arrays: expected a tuple of " + std::to_string(kArrayCount) + ", got " +
@@ -97,34 +101,48 @@ void bind_plan(nb::module_& m) {
 
 void bind_calls(nb::module_& m, const std::shared_ptr<ModuleState>& state) {
   // The fixed call of flash-linear-attention's backend: bounded gate, beta as logits, l2norm on.
-  m.def("fwd", [state](handle q, handle k, handle v, handle g, handle beta, handle scale,
-                       handle out, handle A_log, handle dt_bias, handle lower_bound,
-                       handle initial_state, handle final_state, handle cu_seqlens) {
-    const handle none = Py_None;
-    CallOptions options;
-    options.lower_bound = lower_bound;
-    options.scale = scale;
-    return run(*state,
-               {q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, none, none,
-                cu_seqlens, none, none, none, none},
-               options);
-  });
-  m.def("forward", [state](const nb::tuple& arrays, handle gate, handle beta_kind, handle l2norm,
-                           handle lower_bound, handle scale, handle threads, handle sequence_split,
-                           handle check_cu_seqlens, handle value_split, handle inside_dispatcher) {
-    CallOptions options = options_of(gate, beta_kind, l2norm, lower_bound, scale, threads,
-                                     sequence_split, check_cu_seqlens, value_split);
-    options.inside_dispatcher = read_bool("inside_dispatcher", inside_dispatcher);
-    return run(*state, unpack(arrays), options);
-  });
-  m.def("plan", [state](const nb::tuple& arrays, handle gate, handle beta_kind, handle l2norm,
-                        handle lower_bound, handle scale, handle threads, handle sequence_split,
-                        handle check_cu_seqlens, handle value_split) {
-    return std::const_pointer_cast<ForwardPlan>(
-        plan(*state, unpack(arrays),
-             options_of(gate, beta_kind, l2norm, lower_bound, scale, threads, sequence_split,
-                        check_cu_seqlens, value_split)));
-  });
+  m.def(
+      "fwd",
+      [state](handle q, handle k, handle v, handle g, handle beta, handle scale, handle out,
+              handle A_log, handle dt_bias, handle lower_bound, handle initial_state,
+              handle final_state, handle cu_seqlens) {
+        const handle none = Py_None;
+        CallOptions options;
+        options.lower_bound = lower_bound;
+        options.scale = scale;
+        return run(*state,
+                   {q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, none, none,
+                    cu_seqlens, none, none, none, none},
+                   options);
+      },
+      any("q"), any("k"), any("v"), any("g"), any("beta"), any("scale"), any("out"), any("A_log"),
+      any("dt_bias"), any("lower_bound"), any("initial_state"), any("final_state"),
+      any("cu_seqlens"));
+  m.def(
+      "forward",
+      [state](const nb::tuple& arrays, handle gate, handle beta_kind, handle l2norm,
+              handle lower_bound, handle scale, handle threads, handle sequence_split,
+              handle check_cu_seqlens, handle value_split, handle inside_dispatcher) {
+        CallOptions options = options_of(gate, beta_kind, l2norm, lower_bound, scale, threads,
+                                         sequence_split, check_cu_seqlens, value_split);
+        options.inside_dispatcher = read_bool("inside_dispatcher", inside_dispatcher);
+        return run(*state, unpack(arrays), options);
+      },
+      any("arrays"), any("gate"), any("beta_kind"), any("l2norm"), any("lower_bound"), any("scale"),
+      any("threads"), any("sequence_split"), any("check_cu_seqlens"), any("value_split"),
+      any("inside_dispatcher"));
+  m.def(
+      "plan",
+      [state](const nb::tuple& arrays, handle gate, handle beta_kind, handle l2norm,
+              handle lower_bound, handle scale, handle threads, handle sequence_split,
+              handle check_cu_seqlens, handle value_split) {
+        return std::const_pointer_cast<ForwardPlan>(
+            plan(*state, unpack(arrays),
+                 options_of(gate, beta_kind, l2norm, lower_bound, scale, threads, sequence_split,
+                            check_cu_seqlens, value_split)));
+      },
+      any("arrays"), any("gate"), any("beta_kind"), any("l2norm"), any("lower_bound"), any("scale"),
+      any("threads"), any("sequence_split"), any("check_cu_seqlens"), any("value_split"));
   m.def("set_workspace_allocator",
         [state](nb::callable allocate) { state->allocate_workspace = std::move(allocate); });
 }
