@@ -6,24 +6,29 @@ safetensors for such files): `pip install 'flash-kda[cli]'` brings them.
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 __all__ = ["main"]
 
+_NEEDED = ("typer", "rich", "ml_dtypes")
 INSTALL_HINT = "pip install 'flash-kda[cli]'"
 
 
 def main() -> None:
     """Runs the command line with `sys.argv`; ends the process with its exit status."""
-    try:
-        from flash_kda.cli.app import app
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in {"typer", "rich", "ml_dtypes"}:
-            raise
-        print(
-            f"flash-kda: the command line needs {error.name}, which is not installed: "
-            f"{INSTALL_HINT}",
-            file=sys.stderr,
-        )
-        raise SystemExit(2) from None
+    for module in _NEEDED:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            print(
+                f"flash-kda: error: the command line needs {module}, which is not installed: "
+                f"{INSTALL_HINT}",
+                file=sys.stderr,
+            )
+            raise SystemExit(2) from None
+    from flash_kda.cli.app import app
+
     app(prog_name="flash-kda")

@@ -42,9 +42,10 @@ def _as_bfloat16(array: Array) -> Array:
 
 def _load_npz(path: Path) -> dict[str, Array]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise UserError(f"--input {path}: not an .npz archive but a single array")
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise UserError(f"--input {path}: not an .npz archive but a single array")
+        with archive:
             return {name: _as_bfloat16(archive[name]) for name in archive.files}
     except (ValueError, zipfile.BadZipFile, EOFError, KeyError) as error:
         raise UserError(f"--input {path}: not a readable .npz archive ({error})") from None
