@@ -15,20 +15,26 @@ _NEEDED = ("typer", "rich", "ml_dtypes")
 INSTALL_HINT = "pip install 'flash-kda[cli]'"
 
 
+def _missing(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        return True
+    return False
+
+
 def main() -> None:
     """Runs the command line with `sys.argv`; ends the process with its exit status."""
-    for module in _NEEDED:
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module:
-                raise
-            print(
-                f"flash-kda: error: the command line needs {module}, which is not installed: "
-                f"{INSTALL_HINT}",
-                file=sys.stderr,
-            )
-            raise SystemExit(2) from None
+    missing = [module for module in _NEEDED if _missing(module)]
+    if missing:
+        print(
+            f"flash-kda: error: the command line needs {', '.join(missing)}, which is not "
+            f"installed: {INSTALL_HINT}",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
     from flash_kda.cli.app import app
 
     app(prog_name="flash-kda")
