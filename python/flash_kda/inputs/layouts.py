@@ -160,7 +160,6 @@ def strided_variants(p: Problem, rng: np.random.Generator) -> dict[str, dict[str
         for name in ("q", "k", "v", "g")
     }
     wide = {"beta": spread(p.beta, (tokens * 6288, 6288, 1), lead=16)}
-    loose = {"beta": spread(p.beta, (tokens * heads * 3, heads * 3, 3))}
     state = p.initial_state
     assert state is not None
     _, value_heads, value_dim, key_dim = state.shape
@@ -171,7 +170,6 @@ def strided_variants(p: Problem, rng: np.random.Generator) -> dict[str, dict[str
         "[B, H, T, D] storage": by_head,
         "2-byte alignment, odd pitch": odd,
         "beta of row pitch 6288": wide,
-        "beta with a step": loose,
         "padded initial state": {"initial_state": spread(state, strides)},
     }
 
