@@ -180,7 +180,7 @@ def _find_library(name: str, x: Any) -> Library:
         return _Cupy(sys.modules["cupy"])
     if package in ("jax", "jaxlib") and hasattr(x, "devices"):
         return _Jax(sys.modules["jax"])
-    if not hasattr(x, "__dlpack__"):
+    if isinstance(x, type) or not hasattr(x, "__dlpack__"):
         raise not_an_array(name, x)
     raise TypeError(
         f"{name}: expected an array of torch, NumPy, CuPy or JAX, whose allocators chunk_kda knows,"

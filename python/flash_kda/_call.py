@@ -197,15 +197,19 @@ def chunk_kda(
         state_v_first = _renamed_layout(transpose_state_layout, state_v_first)
     gate = _gate_kind(use_gate_in_kernel, safe_gate, lower_bound)
     beta_kind = _beta_kind(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    library = _library_of("q", q)
 
     values = _arrays.shape_of("v", v, "[B, T, HV, V]")
     out_given = out is not None
     if not out_given:
-        out = library.empty(v, values)
+        out = _library_of("v", v).empty(v, values)
     final_given = final_state is not None
     if not final_given and _flag("output_final_state", output_final_state):
-        final_state = library.empty_float32(q, _state_shape(q, values, cu_seqlens))
+        if final_state_indices is not None:
+            raise ValueError(
+                "final_state_indices: expected None without final_state (the pool), got indices"
+            )
+        shape = _state_shape(q, values, cu_seqlens)
+        final_state = _library_of("q", q).empty_float32(q, shape)
     own = _States(initial_state, final_state, checkpoint_states, None)
     if not _flag("state_v_first", state_v_first):
         own = _own_layout(
@@ -230,8 +234,9 @@ def chunk_kda(
         target = _library_of("final_state", own.final_target)
         target.assign(own.final_target, target.transposed(own.final))
     if not out_given:
-        out = library.finished(out, q)
+        out = _library_of("v", v).finished(out, v)
     if final_state is not None and not final_given:
+        library = _library_of("q", q)
         if not state_v_first:
             final_state = library.transposed(final_state)
         final_state = library.finished(final_state, q)
