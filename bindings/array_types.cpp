@@ -84,8 +84,11 @@ ArrayType ArrayTypes::classify(nb::handle type) {
     entry.protocol = entry.exchange != nullptr ? Protocol::kExchange : Protocol::kDlpack;
     return entry;
   }
-  if (is_subclass(type, loaded_class("numpy.ma", "MaskedArray")))
-    return entry;  // has no plain memory
+  // Neither has plain memory, whatever its methods say.
+  if (is_subclass(type, loaded_class("numpy.ma", "MaskedArray")) ||
+      is_subclass(type, loaded_class("jax.core", "Tracer"))) {
+    return entry;
+  }
   if (is_subclass(type, loaded_class("numpy", "ndarray"))) {
     entry.protocol = Protocol::kArrayStruct;
     return entry;

@@ -182,8 +182,9 @@ TensorView ArrayReader::read_array_struct(const char* name, nb::handle object, A
   check_rank(name, array->nd);
 
   TensorView view;
-  if ((array->kind == 'f' || array->kind == 'i') && array->itemsize <= 8) {
-    const dlpack::TypeCode code = array->kind == 'f' ? dlpack::kFloat : dlpack::kInt;
+  const bool is_float = array->kind == 'f' && array->itemsize >= 2;  // one byte: ml_dtypes' float8
+  if ((is_float || array->kind == 'i') && array->itemsize <= 8) {
+    const dlpack::TypeCode code = is_float ? dlpack::kFloat : dlpack::kInt;
     view.dtype = dtype_of(name, {code, static_cast<std::uint8_t>(array->itemsize * 8), 1});
   } else if (array->itemsize == 2 && text_of(object.attr("dtype")) == "bfloat16") {
     view.dtype =

@@ -175,13 +175,15 @@ def _find_library(name: str, x: Any) -> Library:
         return _torch.LIBRARY
     if isinstance(x, np.ndarray):
         return _NUMPY
+    if not hasattr(type(x), "__dlpack__"):
+        raise not_an_array(name, x)
     package = type(x).__module__.partition(".")[0]
     if package == "cupy":
         return _Cupy(sys.modules["cupy"])
-    if package in ("jax", "jaxlib") and hasattr(x, "devices"):
+    if package in ("jax", "jaxlib"):
+        if isinstance(x, sys.modules["jax"].core.Tracer):  # inside jax.jit: has no data
+            raise not_an_array(name, x)
         return _Jax(sys.modules["jax"])
-    if isinstance(x, type) or not hasattr(x, "__dlpack__"):
-        raise not_an_array(name, x)
     raise TypeError(
         f"{name}: expected an array of torch, NumPy, CuPy or JAX, whose allocators chunk_kda knows,"
         f" got {type(x).__module__}.{type(x).__name__}; pass out= (and final_state=), or call fwd"
