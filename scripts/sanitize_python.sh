@@ -10,7 +10,7 @@ tests=(tests/python/test_arrays*.py tests/python/test_api*.py tests/python/test_
 
 rm -rf "$target"
 # Clang's sanitizer run time is another one; the module and the preloaded library must be of one kind.
-CXX=${CXX:-g++} CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)} "$python" -m pip install -q \
+CXX=${CXX:-g++} CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)} "$python" -m pip install -qq \
   --disable-pip-version-check --no-build-isolation --no-deps --no-index --target "$target" . \
   -C build-dir=build/sanitize-python/build -C cmake.build-type=RelWithDebInfo \
   -C cmake.define.FLASH_KDA_SANITIZE=address -C cmake.define.FLASH_KDA_CUDA=OFF

@@ -93,9 +93,9 @@ need_python_headers() {
 
 pip_install() {
   if [ "$offline" = 1 ]; then
-    "$py" -m pip install -q --no-index "$@" || die "OFFLINE=1, and something of this is missing: $*"
+    "$py" -m pip install -qq --no-index "$@" || die "OFFLINE=1, and something of this is missing: $*"
   else
-    "$py" -m pip install -q --disable-pip-version-check "$@"
+    "$py" -m pip install -qq --disable-pip-version-check "$@"
   fi
 }
 
@@ -124,5 +124,5 @@ if [ -z "${FLASH_KDA_CUDA:-}" ] && has_gpu; then
 fi
 echo "setup: building flash_kda (CUDA kernels: $cuda)"
 [ "$venv" = none ] || PATH=$PWD/$venv/bin:$PATH
-CMAKE_BUILD_PARALLEL_LEVEL=$jobs "$py" -m pip install -q --disable-pip-version-check --no-build-isolation \
+CMAKE_BUILD_PARALLEL_LEVEL=$jobs "$py" -m pip install -qq --disable-pip-version-check --no-build-isolation \
   --no-deps --no-index --force-reinstall . -C build-dir=build/python -C cmake.define.FLASH_KDA_CUDA="$cuda"
