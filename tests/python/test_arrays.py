@@ -178,9 +178,9 @@ def test_jax_outputs_are_refused():
         j.fwd()
     with pytest.raises(ValueError, match="^final_state: .*read-only"):
         j.chunk_kda(final_state=j.final_state)
-    with pytest.raises(TypeError, match="^q: expected an array"):
+    with pytest.raises(TypeError, match="^[qv]: expected an array"):
         jax.jit(lambda q: flash_kda.chunk_kda(q, q, q, q, q[..., 0]))(j.q)
-    with pytest.raises(TypeError, match="^q: expected an array"):
+    with pytest.raises(TypeError, match="^[qv]: expected an array"):
         jax.jit(lambda q: flash_kda.fwd(q, q, q, q, q[..., 0], None, p.out, None, None, -5.0))(j.q)
 
 
