@@ -48,7 +48,7 @@ void sort_down(std::span<Term> terms) {
 }
 
 // The dimensions of two views, and the bytes of an element of each.
-constexpr std::size_t kMaxTerms = static_cast<std::size_t>(2 * (TensorView::kMaxRank + 1));
+constexpr std::size_t kMaxTerms = 2 * static_cast<std::size_t>(TensorView::kMaxRank + 1);
 
 // A bounded linear Diophantine equation: is there x with sum(step_i * x_i) == target, 0 <= x_i <=
 // bound_i?
