@@ -14,7 +14,7 @@ from flash_kda.cli import run as run_command
 from flash_kda.cli.backend import DeviceChoice
 from flash_kda.cli.cases import CASES, DEFAULT_CASE, Case
 from flash_kda.cli.console import UserError, guarded, stdout
-from flash_kda.cli.problem import Beta, DType, Gate, Options, Recipe, StateDType
+from flash_kda.cli.problem import Beta, DType, Gate, Options, Recipe, StateDType, generate
 from flash_kda.cli.text_memory import Memory
 
 app = typer.Typer(
@@ -107,8 +107,12 @@ def run(
     ] = None,
     device: DeviceOption = DeviceChoice.auto,
     threads: ThreadsOption = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed calls; the median counts.")] = 5,
-    warmup: Annotated[int, typer.Option(min=0, help="Calls before these.")] = 1,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Timed calls; the median counts. [5; 50 on a GPU]")
+    ] = None,
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="Calls before these. [1; 10 on a GPU]")
+    ] = None,
     check_heads: Annotated[
         int, typer.Option(min=0, help="Heads to compare with the fp64 recurrence.")
     ] = 3,
@@ -130,11 +134,17 @@ def run(
         sizes = (case, seq_lens, heads, value_heads, key_dim, value_dim)
         if any(size is not None for size in sizes):
             raise UserError("--input: takes its sizes from the file; give no case and no sizes")
-        problem = run_command.load_problem(input_, options, state_dtype)
-        raise typer.Exit(run_command.run(problem, options, how, outputs))
+        path = input_
+        raise typer.Exit(
+            run_command.run(
+                lambda _: run_command.load_problem(path, options, state_dtype), how, outputs
+            )
+        )
     chosen = _case(case, seq_lens, heads, value_heads, key_dim, value_dim)
     recipe = Recipe(dtype, gate_dtype, state_dtype, initial_state, seed)
-    raise typer.Exit(run_command.run((chosen, recipe), options, how, outputs))
+    raise typer.Exit(
+        run_command.run(lambda stages: generate(chosen, options, recipe, stages), how, outputs)
+    )
 
 
 @app.command()

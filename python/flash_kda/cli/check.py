@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from flash_kda import inputs
@@ -80,6 +80,14 @@ def check(settings: Settings) -> int:
     if not settings.json:
         console = stdout()
         console.print(_table(rows, seconds, device, settings.verbose))
+        console.print(
+            "The figures are of the row nearest its bound. units: worst element in bf16 units of "
+            "the head's largest. held: properties such as bitwise equality.",
+            style="dim",
+        )
+        for row in failed:
+            figures = " ".join(_verbose_line(row)[1:4]).strip()
+            console.print(f"FAILED {row.input}, {_where(row)} {figures}", style="red")
         verdict = (
             "all within bounds" if not failed else f"{len(failed)} OUTSIDE their bounds or not run"
         )
@@ -111,7 +119,7 @@ def _figure(error: float | None, bound: float | None) -> str:
     return "" if error is None or bound is None else f"{error:.2e} / {bound:g}"
 
 
-def _line(name: str, rows: list[inputs.Row]) -> tuple[str, ...]:
+def _line(rows: list[inputs.Row]) -> tuple[str, ...]:
     """Figures of one input: the row nearest its bound, and how many properties held."""
     measured = [row for row in rows if row.out_error is not None]
     yes_no = [row for row in rows if row.out_error is None]
@@ -119,38 +127,38 @@ def _line(name: str, rows: list[inputs.Row]) -> tuple[str, ...]:
     held = f"{sum(row.ok for row in yes_no)} of {len(yes_no)}" if yes_no else ""
     out = state = units = ""
     if worst is not None:
-        out, state = (
-            _figure(worst.out_error, worst.out_bound),
-            _figure(worst.state_error, worst.state_bound),
-        )
+        out = _figure(worst.out_error, worst.out_bound)
+        state = _figure(worst.state_error, worst.state_bound)
         units = "" if worst.worst_units is None else f"{worst.worst_units:.2f}"
-    bad = next((row for row in rows if not row.ok), None)
-    verdict = "ok" if bad is None else "FAILED"
-    what = inputs.describe(name) if bad is None else f"{bad.case}: {bad.note or 'above its bound'}"
-    return out, state, units, held, verdict, what
+    return out, state, units, held, "ok" if all(row.ok for row in rows) else "FAILED"
 
 
 def _table(
     rows: dict[str, list[inputs.Row]], seconds: dict[str, float], device: str, verbose: bool
 ) -> Table:
-    table = Table(title=f"accuracy on {backend.device_name(device)}")
+    table = Table(title=f"accuracy on {backend.device_name(device)}", box=box.SIMPLE)
     table.add_column("input", no_wrap=True)
-    for column in ("out error / bound", "state error / bound", "bf16 units", "properties"):
-        table.add_column(column, justify="right")
-    table.add_column("")
-    table.add_column("what it is; where it failed", overflow="fold")
-    table.add_column("s", justify="right")
+    for column in ("out error / bound", "state / bound", "units", "held"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("s", justify="right", no_wrap=True)
+    if verbose:
+        table.add_column("case", overflow="fold")
     for name, of_input in rows.items():
         style = None if all(row.ok for row in of_input) else "bold red"
-        table.add_row(name, *_line(name, of_input), f"{seconds[name]:.1f}", style=style)
+        table.add_row(name, *_line(of_input), f"{seconds[name]:.1f}", style=style)
         if verbose:
             for row in inputs.summarize(of_input):
                 table.add_row(*_verbose_line(row), style="dim" if row.ok else "red")
     return table
 
 
-def _verbose_line(row: Any) -> tuple[str, ...]:
-    where = "" if row.sequence is None else f", sequence {row.sequence} head {row.head}"
+def _where(row: inputs.Row) -> str:
+    place = "" if row.sequence is None else f", sequence {row.sequence} head {row.head}"
+    return f"{row.case}{place}{': ' if row.note else ''}{row.note}"
+
+
+def _verbose_line(row: inputs.Row) -> tuple[str, ...]:
     return (
         "",
         _figure(row.out_error, row.out_bound),
@@ -158,6 +166,6 @@ def _verbose_line(row: Any) -> tuple[str, ...]:
         "" if row.worst_units is None else f"{row.worst_units:.2f}",
         "" if row.out_error is not None else ("yes" if row.ok else "NO"),
         "ok" if row.ok else "FAILED",
-        f"{row.case}{where}{': ' if row.note else ''}{row.note}",
         "",
+        _where(row),
     )

@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ from flash_kda.cli import INSTALL_HINT
 EXIT_BAD_RESULT = 1
 EXIT_USER_ERROR = 2
 
+_PIPE_WIDTH = 120
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -40,7 +43,10 @@ class UserError(Exception):
 
 def stdout() -> Console:
     """The console for results."""
-    return Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+    piped = not sys.stdout.isatty()
+    # Nobody's screen limits a pipe's width; rich would take 80.
+    width = _PIPE_WIDTH if piped and "COLUMNS" not in os.environ else None
+    return Console(file=sys.stdout, highlight=False, soft_wrap=piped, width=width)
 
 
 def stderr() -> Console:

@@ -136,6 +136,11 @@ class Problem:
             )
 
     @property
+    def generated(self) -> bool:
+        """Whether `generate` made it, so that its inputs are ordinary ones."""
+        return "case" in self.source
+
+    @property
     def seq_lens(self) -> list[int]:
         """Tokens of each of the N sequences."""
         cu = self.arrays.get("cu_seqlens")

@@ -32,6 +32,7 @@ _CALL_TOKENS = 1 << 15
 _CUT_UNIT = 64
 # Least share of equal predictions for a cut elsewhere.
 _LEAST_EQUAL = 0.99
+_SHOWN_CUTS = 8
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,9 @@ def _print(record: dict[str, Any]) -> None:
         )
     split = record["two_calls"]
     if split is not None:
-        cuts = ", ".join(str(cut) for cut in split["cuts"])
+        shown = split["cuts"][:_SHOWN_CUTS]
+        more = ", ..." if len(split["cuts"]) > len(shown) else ""
+        cuts = ", ".join(str(cut) for cut in shown) + more
         bits = "yes" if split["read_outs_bitwise_equal"] else "no"
         states = "yes" if split["states_bitwise_equal"] else "no"
         console.print(
