@@ -1,10 +1,11 @@
-"""Host cost of one call, by part: microseconds on tiny inputs, where the computation itself is next to nothing.
+"""Host cost of one call, by part, on inputs so small that computing is next to nothing.
 
     python benchmarks/host_cost.py [--json FILE]
 
-Each figure is the least of several rounds (interference only ever adds). "fwd" is the whole call with T = 1, H = 1,
-K = V = 16, all optional arrays given; "plan" is the same without running; the difference is the CPU backend's
-own start. "fwd_empty" has T = 0. For comparison, what twelve `__dlpack__` conversions cost.
+Each figure is the least of several rounds (interference only ever adds). "fwd" is the whole call
+with T = 1, H = 1, K = V = 16, all optional arrays given; "plan" is the same without running; the
+difference is the core's checks and the CPU backend's own start. "fwd_empty" has T = 0. For
+comparison: what twelve `__dlpack__` conversions cost.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kimi Delta Attention (KDA), the forward pass, on CPUs and Hopper GPUs.
 
-The package itself needs NumPy at most: no GPU, no driver and no torch. Arrays may be of any library that
-speaks DLPack (torch, NumPy with ml_dtypes' bfloat16, CuPy, JAX).
+The package itself needs NumPy at most: no GPU, no driver and no torch. Arrays may be of any library
+that speaks DLPack (torch, NumPy with ml_dtypes' bfloat16, CuPy, JAX).
 
 - `fwd`: the call that flash-linear-attention's FlashKDA backend makes; writes `out`.
 - `chunk_kda`: flash-linear-attention's names and meaning, and every option of this library.

@@ -1,6 +1,6 @@
 """What `chunk_kda` needs of each array library: memory from its allocator, and transposed views.
 
-The extension itself reads arrays of any library (bindings/arrays.cpp); only allocation is done here.
+The extension itself reads arrays of any library (bindings/arrays.cpp); here is only allocation.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Cupy(_NumpyLike):
 
 
 class _Jax(_NumpyLike):
-    """JAX on the CPU: its arrays cannot be written, so a call writes NumPy memory that JAX then takes."""
+    """JAX on the CPU: a call writes NumPy memory, which JAX then takes; its own is not written."""
 
     def __init__(self, jax: Any) -> None:
         super().__init__(np)

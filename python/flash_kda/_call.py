@@ -6,7 +6,7 @@ import sys
 import warnings
 from typing import Any, NamedTuple, cast
 
-from flash_kda import _arrays, _C
+from flash_kda import _C, _arrays
 from flash_kda._C import (
     BETA_DOUBLED_LOGIT,
     BETA_LOGIT,
@@ -47,10 +47,10 @@ def fwd(
 ) -> None:
     """Writes the outputs of KDA to `out`, and the last states to `final_state` if given.
 
-    The call that flash-linear-attention's FlashKDA backend makes: q and k are normalised, `g` goes through
-    the bounded gate `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`, `beta` through a sigmoid.
-    B batch, T tokens, N sequences (B without `cu_seqlens`), H key heads, HV value heads, K and V head sizes.
-    The last dimension of every array is dense; all other strides are free.
+    The call that flash-linear-attention's FlashKDA backend makes: q and k are normalised, `g` goes
+    through the bounded gate `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`, `beta` through a
+    sigmoid. B batch, T tokens, N sequences (B without `cu_seqlens`), H key heads, HV value heads,
+    K and V head sizes. The last dimension of every array is dense; all other strides are free.
 
     Args:
         q: Queries [B, T, H, K], bfloat16 (on the CPU also float16, float32).
@@ -63,7 +63,8 @@ def fwd(
         A_log: HV elements, float32; None: its exponential is 1.
         dt_bias: [HV, K] or [HV * K], float32; None: zeros.
         lower_bound: The gate's bound, in [-5, 0]. None is an error: there is no silent default.
-        initial_state: States before the first token [N, HV, V, K], bfloat16 or float32; None: zeros.
+        initial_state: States before the first token [N, HV, V, K], bfloat16 or float32; None:
+            zeros.
         final_state: States after the last token, likewise; written. None: they are not stored.
             May be the same memory as `initial_state`.
         cu_seqlens: Offsets of packed sequences [N + 1], int32 or int64, on q's device; then B is 1.
@@ -71,7 +72,8 @@ def fwd(
     Raises:
         TypeError: An argument is of the wrong kind.
         ValueError: A shape, dtype, stride, device or number does not fit.
-        NotImplementedError: This build or device does not serve the call, or a gradient is asked for.
+        NotImplementedError: This build or device does not serve the call, or a gradient is asked
+            for.
         RuntimeError: CUDA reported an error.
     """
     if not _compiling() and _C.fwd(
@@ -132,8 +134,9 @@ def chunk_kda(
 ) -> tuple[Any, Any]:
     """KDA with flash-linear-attention's names and meaning, and every option of this library.
 
-    B batch, T tokens, N sequences (B without `cu_seqlens`), H key heads, HV value heads (a multiple of H),
-    K and V head sizes. The last dimension of every array is dense; all other strides are free.
+    B batch, T tokens, N sequences (B without `cu_seqlens`), H key heads, HV value heads (a multiple
+    of H), K and V head sizes. The last dimension of every array is dense; all other strides are
+    free.
 
     Args:
         q: Queries [B, T, H, K], bfloat16 (on the CPU also float16, float32).
@@ -142,9 +145,10 @@ def chunk_kda(
         g: Log decay (at most 0) or raw gate [B, T, HV, K], bfloat16, float32 or as `q`.
         beta: Writing strength or its logits [B, T, HV], bfloat16, float32 or as `q`.
         scale: Factor of the output; None: `K ** -0.5`.
-        initial_state: States before the first token, bfloat16 or float32; None: zeros. Its layout is
-            `state_v_first`'s. With `initial_state_indices`, a pool [slots, ...].
-        output_final_state: Return the states after the last token (float32 unless `final_state` is given).
+        initial_state: States before the first token, bfloat16 or float32; None: zeros. Its layout
+            is `state_v_first`'s. With `initial_state_indices`, a pool [slots, ...].
+        output_final_state: Return the states after the last token (float32 unless `final_state` is
+            given).
         use_qk_l2norm_in_kernel: Divide rows of q and k by `sqrt(sum(x * x) + 1e-6)`.
         use_gate_in_kernel: `g` is raw: with `lower_bound`, the log decay is
             `lower_bound * sigmoid(exp(A_log) * (g + dt_bias))`, without it
@@ -152,12 +156,13 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: `beta` is a logit: the strength is `sigmoid(beta)`.
         allow_neg_eigval: The strength is `2 * sigmoid(beta)`; needs `use_beta_sigmoid_in_kernel`.
         safe_gate: With `use_gate_in_kernel`, `lower_bound` must be given. No other effect here.
-        lower_bound: In [-5, 0]; see `use_gate_in_kernel`. Without it a statement about `g`, not used.
+        lower_bound: In [-5, 0]; see `use_gate_in_kernel`. Without that, a statement about `g` that
+            is not used.
         disable_recompute: About training; no effect here.
         return_intermediate_states: Not served; see `checkpoint_states`.
-        state_v_first: States are [N, HV, V, K], which is this library's own layout and costs nothing.
-            False: [N, HV, K, V]; a state given so is copied unless it is a transposed view of the own layout,
-            and the final state returned is such a view.
+        state_v_first: States are [N, HV, V, K], which is this library's own layout and costs
+            nothing. False: [N, HV, K, V]; a state given so is copied unless it is a transposed view
+            of the own layout, and the final state returned is such a view.
         cu_seqlens: Offsets of packed sequences [N + 1], int32 or int64, on q's device; then B is 1.
         cu_seqlens_cpu: No effect here: the offsets are never needed on the host.
         cp_context: Not served.
@@ -172,9 +177,9 @@ def chunk_kda(
         final_state: Takes the final states, bfloat16 or float32, in `state_v_first`'s layout.
             With `final_state_indices`, a pool. May be the same memory as `initial_state`.
         initial_state_indices: Slots [N], int32 or int64; negative: that sequence starts from zeros.
-        final_state_indices: Slots [N], int32 or int64; negative: that sequence's state is not stored.
-        checkpoint_states: [slots, ...] like a pool; slot `checkpoint_slots[i]` takes the state after
-            `checkpoint_positions[i]` tokens of sequence `checkpoint_sequences[i]`.
+        final_state_indices: Slots [N], int32 or int64; negative: that state is not stored.
+        checkpoint_states: [slots, ...] like a pool; slot `checkpoint_slots[i]` takes the state
+            after `checkpoint_positions[i]` tokens of sequence `checkpoint_sequences[i]`.
         checkpoint_sequences: [M], int32 or int64.
         checkpoint_positions: [M], int32 or int64, multiples of 64.
         checkpoint_slots: [M], int32 or int64; negative: not stored.
@@ -189,7 +194,8 @@ def chunk_kda(
     Raises:
         TypeError: An argument is of the wrong kind, or a keyword is unknown.
         ValueError: A shape, dtype, stride, device or number does not fit.
-        NotImplementedError: This build or device does not serve the call, or a gradient is asked for.
+        NotImplementedError: This build or device does not serve the call, or a gradient is asked
+            for.
         RuntimeError: CUDA reported an error.
     """
     _check_served(return_intermediate_states, cp_context, chunk_size)
@@ -246,12 +252,12 @@ def chunk_kda(
 def plan_forward(*args: Any, **kwargs: Any) -> Plan:
     """What `chunk_kda` would run for the same arguments; nothing is computed.
 
-    Takes the arguments of `chunk_kda` and raises what it raises. `str()` or `describe()` of the answer prints it.
+    Takes the arguments of `chunk_kda` and raises what it raises. `describe()` prints the answer.
     """
     plan, _ = chunk_kda(*args, **kwargs, _plan_only=True)
     if plan is None:
         raise NotImplementedError(
-            "plan_forward: expected plain arrays, got a torch.Tensor subclass or an active torch mode"
+            "plan_forward: expected plain arrays, got a torch.Tensor subclass or an active mode"
         )
     return cast(Plan, plan)
 
@@ -349,7 +355,7 @@ class _States(NamedTuple):
 def _own_layout(
     given: _States, final_given: bool, initial_is_pool: bool, final_is_pool: bool
 ) -> _States:
-    """[N, HV, K, V] arrays as the library's own [N, HV, V, K]: a view where K is dense, else a copy."""
+    """[N, HV, K, V] arrays as the own [N, HV, V, K]: a view where K is dense, else a copy."""
     initial, final, checkpoints, target = given
     if initial is not None:
         view = _own_view("initial_state", initial, initial_is_pool)
@@ -369,7 +375,7 @@ def _own_layout(
 
 
 def _own_view(name: str, x: Any, is_pool: bool) -> Any:
-    """`x`, [N, HV, K, V], as a view [N, HV, V, K] with dense rows, or None where that takes a copy."""
+    """`x`, [N, HV, K, V], as a view [N, HV, V, K] with dense rows; None where it takes a copy."""
     library = _library_of(name, x)
     _arrays.shape_of(name, x, "[N, HV, K, V]")
     view = library.transposed(x)

@@ -1,7 +1,7 @@
 """torch: the operator `torch.ops.flash_kda.forward`, and memory from torch's allocator.
 
-Imported when the first torch tensor arrives, never by `import flash_kda`. Eager calls on plain tensors
-bypass the operator; torch.compile, torch.export, tensor subclasses and modes go through it.
+Imported when it is first needed, never by `import flash_kda`. Eager calls on plain tensors bypass
+the operator; torch.compile, torch.export, tensor subclasses and modes go through it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _NAMES = tuple(argument.name for argument in _forward._schema.arguments[:_ARRAYS
 
 
 def _run(*args: Any) -> None:
-    _C.forward(args[:_ARRAYS], *args[_ARRAYS:], True)
+    inside_dispatcher = True
+    _C.forward(args[:_ARRAYS], *(*args[_ARRAYS:], inside_dispatcher))
 
 
 def _refuse_gradient(*args: Any) -> None:
@@ -91,7 +92,7 @@ class _Torch:
         return x.contiguous()
 
     def is_row_dense(self, x: torch.Tensor) -> bool:
-        return x.shape[-1] <= 1 or x.stride(-1) == 1
+        return bool(x.shape[-1] <= 1 or x.stride(-1) == 1)
 
     def assign(self, target: torch.Tensor, value: torch.Tensor) -> None:
         target.copy_(value)

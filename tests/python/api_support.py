@@ -1,4 +1,4 @@
-"""Arguments for the tests of the Python package, and the answer that the fp64 recurrence gives for them."""
+"""Arguments for the tests of the Python package, and what the fp64 recurrence makes of them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def problem(
 
 
 def expected(p: Problem, **options: Any) -> tuple[Any, Any]:
-    """Outputs and final states of a problem of NumPy arrays, in fp64, independent of the library."""
+    """Outputs and final states of a problem of NumPy arrays, in fp64, by the recurrence."""
     keywords = {"A_log": p.A_log, "dt_bias": p.dt_bias, "initial_state": p.initial_state}
     keywords |= {"cu_seqlens": p.cu_seqlens, **options}
     o, final, *_ = recurrent_kda(p.q, p.k, p.v, p.g, p.beta, **keywords)
@@ -107,7 +107,7 @@ def expected(p: Problem, **options: Any) -> tuple[Any, Any]:
 
 
 def assert_close(got: Any, want: Any, dtype: Any) -> None:
-    """Relative RMS error of each head, [.., heads, size]: half a unit of the stored dtype at most."""
+    """Relative RMS error of each head, [.., heads, size]: that of rounding to the dtype at most."""
     x = np.asarray(got).astype(np.float64)
     assert np.isfinite(x).all()
     bound = {BF16: 3e-3, F16: 4e-4, F32: 3e-6}[np.dtype(dtype)]

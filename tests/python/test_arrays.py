@@ -1,4 +1,4 @@
-"""Arrays of every library and protocol, as inputs and outputs; strides; what is refused, by name."""
+"""Arrays of every library and protocol, as inputs and outputs; strides; what is refused."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
-from api_support import BF16, F16, F32, assert_close, expected, problem, to_numpy, to_torch
 
 import flash_kda
+from api_support import BF16, F16, F32, assert_close, expected, problem, to_numpy, to_torch
 from flash_kda import _arrays
 
 # --- objects that speak DLPack in one way or another ----------------------------------------------
@@ -86,7 +86,10 @@ class HandMade:
     def __dlpack__(self, *, max_version=None, stream=None):
         self.streams.append(stream)
         new = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        new.restype, new.argtypes = (
+            ctypes.py_object,
+            (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p),
+        )
         return new(ctypes.addressof(self._managed), self._name, None)
 
 
@@ -338,9 +341,12 @@ def test_read_only_outputs(name, freeze):
     refuse(name, freeze, ValueError, f"^{name}: .*(read-only|of its own)")
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state"])
 @pytest.mark.parametrize(
-    "dtype", ["float64", "int8", "uint8", "bool", "complex64", "float128", "datetime64[s]", "U2", "O"]
+    "name", ["q", "k", "v", "g", "beta", "out", "A_log", "dt_bias", "initial_state"]
+)
+@pytest.mark.parametrize(
+    "dtype",
+    ["float64", "int8", "uint8", "bool", "complex64", "float128", "datetime64[s]", "U2", "O"],
 )
 def test_dtypes(name, dtype):
     shown = np.dtype(dtype).name
@@ -349,7 +355,9 @@ def test_dtypes(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.int4], ids=lambda d: d.__name__
+    "dtype",
+    [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.int4],
+    ids=lambda d: d.__name__,
 )
 def test_other_ml_dtypes(dtype):
     refuse("v", lambda x: np.zeros(x.shape, dtype), ValueError, f"^v: .*{dtype.__name__}")
@@ -363,9 +371,7 @@ def test_two_byte_types_that_are_not_bfloat16():
 def test_byte_order_and_layout_within_elements():
     refuse("q", lambda x: x.astype(">f4"), ValueError, "^q: .*byte order")
     raw = np.zeros(2 * 37 * 2 * 24 * 4 + 1, np.uint8)
-    refuse(
-        "q", lambda x: raw[1:].view(np.float32).reshape(x.shape), ValueError, "^q: .*aligned"
-    )
+    refuse("q", lambda x: raw[1:].view(np.float32).reshape(x.shape), ValueError, "^q: .*aligned")
     packed = np.zeros((2, 37, 2, 24), np.dtype([("x", "<f4"), ("pad", "u1")]))
     refuse("q", lambda x: packed["x"], ValueError, "^q: ")
 

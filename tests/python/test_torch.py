@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from api_support import BF16, F32, assert_close, expected, problem, to_torch
 
 torch = pytest.importorskip("torch")
@@ -84,7 +85,19 @@ def test_compiled_fwd_writes_the_callers_tensors(backend):
     @torch.compile(fullgraph=True, backend=backend)
     def call(q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, cu_seqlens):
         flash_kda.fwd(
-            q, k, v, g, beta, None, out, A_log, dt_bias, -5.0, initial_state, final_state, cu_seqlens
+            q,
+            k,
+            v,
+            g,
+            beta,
+            None,
+            out,
+            A_log,
+            dt_bias,
+            -5.0,
+            initial_state,
+            final_state,
+            cu_seqlens,
         )
         return out.float() + 1
 
@@ -139,7 +152,9 @@ def test_compile_is_the_first_thing_done():
 import flash_kda, torch
 x = torch.randn(1, 9, 2, 8)
 f = torch.compile(
-    lambda x: flash_kda.chunk_kda(x, x, x, -x.abs(), x.mean(-1))[0] + 1, fullgraph=True, backend="aot_eager"
+    lambda x: flash_kda.chunk_kda(x, x, x, -x.abs(), x.mean(-1))[0] + 1,
+    fullgraph=True,
+    backend="aot_eager",
 )
 with torch.no_grad():
     got = f(x)
@@ -237,7 +252,9 @@ def test_gradients_are_refused_when_compiled():
     torch._dynamo.reset()
     t = torch_problem(F32)
     t.q.requires_grad_()
-    compiled = torch.compile(lambda q: t.mapped(lambda x: x).chunk_kda()[0] + q.sum(), backend="eager")
+    compiled = torch.compile(
+        lambda q: t.mapped(lambda x: x).chunk_kda()[0] + q.sum(), backend="eager"
+    )
     with pytest.raises(NotImplementedError, match="^q: .*requires_grad"):
         compiled(t.q)
 
@@ -359,7 +376,9 @@ def test_tensors_without_plain_memory():
             flash_kda.chunk_kda(wrong, t.k, t.v, t.g, t.beta)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64, torch.float8_e5m2, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.int8, torch.complex64, torch.float8_e5m2, torch.bool]
+)
 def test_dtypes(dtype):
     t = torch_problem(F32)
     with pytest.raises(ValueError, match="^k: .*got"):
