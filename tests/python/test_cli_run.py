@@ -151,6 +151,7 @@ def test_lengths() -> None:
         (("run", *SMALL, "--scale", "inf"), "scale"),
         (("run", *SMALL, "--plot", "/no/such/folder/x.png"), "does not exist"),
         (("run", *SMALL, "--plot", "x.xyz"), "--plot x.xyz"),
+        (("run", *SMALL, "--plot", "x.png", "--check-heads", "0"), "--check-heads"),
         (("run", *SMALL, "--json-file", "/no/such/folder/x.json"), "does not exist"),
         (("run", "--seq-lens", "1", "--heads", "100000000000"), "memory"),
         (("run", "--no-such-option"), "--no-such-option"),

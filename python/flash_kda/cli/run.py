@@ -95,6 +95,8 @@ def run(
 ) -> int:
     """Makes or loads the problem, runs it, measures, reports; returns the exit status."""
     outputs.check()
+    if outputs.plot is not None and how.check_heads == 0:
+        raise UserError("--plot: draws the checked heads; give --check-heads at least 1")
     device = backend.pick_device(how.device)
     with Stages(enabled=not outputs.json) as stages:
         problem = make_problem(stages)
@@ -107,13 +109,12 @@ def run(
             stages,
         )
         heads = acc.pick_heads(problem, how.check_heads, how.seed)
-        with_curves = outputs.plot is not None
-        if heads or with_curves:
+        measured = acc.Accuracy([], [], [])
+        if heads:
+            with_curves = outputs.plot is not None
             measured = acc.measure(
                 runner, heads, stages, with_curves=with_curves, threads=how.threads
             )
-        else:
-            measured = acc.Accuracy([], [], [])
     record = _record(problem, device, how, plan, seconds, measured)
     if not outputs.json:
         _print(problem, record, plan if outputs.explain else None)
