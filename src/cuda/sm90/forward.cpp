@@ -1,0 +1,188 @@
+// Host side of the SM90 backend: which calls the kernel serves, the plan, parameters, launches.
+#include "cuda/sm90/forward.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "cuda/check.h"
+#include "cuda/sm90/launch.h"
+#include "cuda/sm90/order_sequences.h"
+#include "cuda/sm90/tensor_map.h"
+#include "cuda/sm90/traits.h"
+#include "validate.h"
+
+namespace flash_kda::sm90 {
+namespace {
+
+[[noreturn]] void not_served(const std::string& what) {
+  throw NotImplementedError(what + " is not served by the CUDA kernels of this build (backend cuda-sm90); "
+                            "the CPU backend serves it");
+}
+
+void require(bool served, const std::string& what) {
+  if (!served) not_served(what);
+}
+
+void check_served(const ForwardArgs& args, const ForwardPlan& plan) {
+  require(plan.key_dim == kKeyDim && plan.value_dim == kValueDim,
+          "head size K = " + std::to_string(plan.key_dim) + ", V = " + std::to_string(plan.value_dim) +
+              " (q, v; only 128, 128)");
+  require(plan.key_heads == plan.value_heads, "HV = " + std::to_string(plan.value_heads) + " value heads (v) for H = " +
+                                                  std::to_string(plan.key_heads) + " key heads");
+  require(args.gate == GateKind::kLowerBound, "a gate without lower_bound (gate kinds softplus and log_decay)");
+  for (const auto& [name, view] : {std::pair{"q", &args.q}, {"k", &args.k}, {"v", &args.v}, {"g", &args.g}}) {
+    require(view->dtype == DType::kBFloat16, std::string(name) + " of type " + flash_kda::name(view->dtype) +
+                                                 " (only bfloat16)");
+  }
+  require(args.beta.dtype == DType::kBFloat16 || args.beta.dtype == DType::kFloat32,
+          std::string("beta of type ") + flash_kda::name(args.beta.dtype) + " (only bfloat16 and float32)");
+  require(!args.initial_state_indices.defined(), "a pool of states (initial_state_indices)");
+  require(!args.final_state_indices.defined(), "a pool of states (final_state_indices)");
+  require(!args.checkpoint_states.defined(), "checkpoints (checkpoint_states)");
+  constexpr std::int64_t kLimit = std::numeric_limits<std::int32_t>::max() - 2 * kChunk;
+  require(plan.tokens <= kLimit, "T = " + std::to_string(plan.tokens) + " (q; above 2^31 - 65)");
+  require(plan.sequences <= kLimit && plan.value_heads <= kLimit / 2, "N or H above 2^31");
+}
+
+std::size_t align_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
+
+bool pairs_allowed(const TensorView& state) {
+  const std::int64_t pair = 2 * size_of(state.dtype);
+  bool allowed = reinterpret_cast<std::uintptr_t>(state.data) % static_cast<std::uintptr_t>(pair) == 0;
+  for (std::size_t axis = 0; axis < 3; ++axis) allowed = allowed && (state.shape[axis] == 1 || state.stride[axis] % 2 == 0);
+  return allowed;
+}
+
+StateParams state_params(const TensorView& state) {
+  if (!state.defined()) return {};
+  return {state.data,      state.stride[0], state.stride[1], state.stride[2], state.dtype == DType::kBFloat16,
+          pairs_allowed(state)};
+}
+
+// Strides of the first three dimensions; that of a dimension of one element counts for nothing.
+RowParams row_params(const TensorView& view) {
+  const auto stride = [&](std::size_t axis) { return view.shape[axis] > 1 ? view.stride[axis] : 0; };
+  return {view.data, stride(0), stride(1), stride(2)};
+}
+
+BetaMap beta_map(BetaKind kind) {
+  switch (kind) {
+    case BetaKind::kLogit:
+      return BetaMap::kSigmoid;
+    case BetaKind::kDoubledLogit:
+      return BetaMap::kDoubledSigmoid;
+    case BetaKind::kProbability:
+      break;
+  }
+  return BetaMap::kIdentity;
+}
+
+// Blocks take items by turns as they get free, longest first, when there are more items than blocks and lengths
+// may differ.
+bool balances(const ForwardPlan& plan) { return plan.varlen && plan.workspace_bytes > 0; }
+
+ForwardParams make_params(const ForwardArgs& args, const ForwardPlan& plan) {
+  ForwardParams p;
+  p.beta = row_params(args.beta);
+  p.out = row_params(args.out);
+  p.initial_state = state_params(args.initial_state);
+  p.final_state = state_params(args.final_state);
+  if (args.A_log.defined()) p.a_log = static_cast<const float*>(args.A_log.data);
+  if (args.dt_bias.defined()) {
+    p.dt_bias = static_cast<const float*>(args.dt_bias.data);
+    p.dt_bias_head_stride = args.dt_bias.rank == 2 && plan.value_heads > 1 ? args.dt_bias.stride[0] : kKeyDim;
+  }
+  if (plan.varlen) {
+    p.cu_seqlens = args.cu_seqlens.data;
+    p.cu_stride = args.cu_seqlens.stride[0];
+    p.cu_int64 = args.cu_seqlens.dtype == DType::kInt64;
+  }
+  p.sequences = static_cast<std::int32_t>(plan.sequences);
+  p.heads = static_cast<std::int32_t>(plan.value_heads);
+  p.tokens = static_cast<std::int32_t>(plan.tokens);
+  p.items = plan.sequences * plan.value_heads * plan.value_split;
+  p.lower_bound = static_cast<float>(args.lower_bound);
+  p.scale = static_cast<float>(args.scale.value_or(1.0 / std::sqrt(static_cast<double>(plan.key_dim))));
+  p.beta_map = beta_map(args.beta_kind);
+  p.beta_fp32 = args.beta.dtype == DType::kFloat32;
+  p.l2norm = args.l2norm;
+  return p;
+}
+
+void check_on_host(const ForwardArgs& args, const ForwardPlan& plan, cudaStream_t stream) {
+  const TensorView& device = args.cu_seqlens;
+  std::vector<std::int64_t> host(static_cast<std::size_t>(plan.sequences) + 1);
+  const auto width = static_cast<std::size_t>(size_of(device.dtype));
+  TensorView copy = TensorView::dense(host.data(), device.dtype, {device.shape[0]});
+  FLASH_KDA_CUDA_CHECK(cudaMemcpy2DAsync(copy.data, width, device.data, width * device.stride[0], width, host.size(),
+                                         cudaMemcpyDeviceToHost, stream));
+  FLASH_KDA_CUDA_CHECK(cudaStreamSynchronize(stream));
+  validate_cu_seqlens(copy, plan.tokens);
+}
+
+}  // namespace
+
+void plan(const ForwardArgs& args, int multiprocessors, ForwardPlan& plan) {
+  check_served(args, plan);
+  const int split = plan.options.value_split;
+  if (split != 0 && split != 1 && split != 2) {
+    throw NotImplementedError("value_split = " + std::to_string(split) +
+                              " is not served by the CUDA kernels of this build (0, 1 or 2)");
+  }
+  if (plan.tokens > 0) {
+    check_tensor_map("q", args.q);
+    check_tensor_map("k", args.k);
+    check_tensor_map("v", args.v);
+    check_tensor_map("g", args.g);
+    check_tensor_map("out", args.out);
+  }
+  plan.chunk = kChunk;
+  plan.sequence_segments = 1;
+  const std::int64_t heads = plan.sequences * plan.value_heads;
+  const bool halves_fit = 2 * heads <= multiprocessors;
+  plan.value_split = split != 0 ? split : (halves_fit ? 2 : 1);
+  const std::int64_t items = heads * plan.value_split;
+  plan.grid = std::min<std::int64_t>(items, multiprocessors);
+  plan.workspace_bytes = 0;
+  if (plan.varlen && items > plan.grid) {
+    plan.workspace_bytes = align_up((static_cast<std::size_t>(plan.sequences) + 1) * sizeof(std::int32_t),
+                                    plan.workspace_alignment);
+  }
+  plan.reason = std::to_string(heads) + " heads of work on " + std::to_string(multiprocessors) + " multiprocessors: " +
+                (split != 0 ? "value_split as asked"
+                            : (halves_fit ? "two blocks a head still fit at once" : "one block a head")) +
+                (plan.workspace_bytes > 0 ? "; blocks take sequences as they get free, longest first" : "");
+}
+
+void forward(const ForwardArgs& args, const ForwardPlan& plan, void* workspace, cudaStream_t stream) {
+  if (plan.options.check_cu_seqlens && plan.varlen) check_on_host(args, plan, stream);
+  if (plan.tokens == 0 && !args.final_state.defined()) return;
+  ForwardParams params = make_params(args, plan);
+  const bool balanced = balances(plan);
+  if (balanced) {
+    params.counter = static_cast<std::int32_t*>(workspace);
+    params.order = params.counter + 1;
+    launch_order_sequences(params.cu_seqlens, params.cu_int64, params.cu_stride, params.sequences,
+                           params.counter + 1, params.counter, stream);
+  }
+  TensorMaps maps = {};
+  if (plan.tokens > 0) {
+    maps.q = make_tensor_map("q", args.q);
+    maps.k = make_tensor_map("k", args.k);
+    maps.v = make_tensor_map("v", args.v);
+    maps.g = make_tensor_map("g", args.g);
+    maps.out = make_tensor_map("out", args.out);
+  }
+  const int grid = static_cast<int>(plan.grid);
+  if (plan.value_split == 2) {
+    launch_forward_kernel<1>(params, maps, grid, balanced, stream);
+  } else {
+    launch_forward_kernel<2>(params, maps, grid, balanced, stream);
+  }
+}
+
+}  // namespace flash_kda::sm90

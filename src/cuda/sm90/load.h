@@ -1,0 +1,134 @@
+// Load role: one warp moves everything between global and shared memory.
+//
+//   q, k, g of chunk n       -> stage n % 6, as soon as chunk n - 6 is released
+//   O of chunk n - 6         <- value slot (n - 6) % 4, written by the state role in V's place
+//   V of chunk n - 2         -> the same slot, once that store has read it
+//
+// The last, partial chunk of a sequence is loaded whole (rows past the end are masked by their readers; past the
+// array they read as zero) but stored row by row, so that nothing past the sequence is written.
+#pragma once
+
+#include "cuda/sm90/stream.h"
+
+namespace flash_kda::sm90 {
+
+constexpr int kValueLag = kStages - kValueSlots;  // V is loaded this many chunks after q, k, g
+
+template <int kStateGroups>
+struct LoadRole {
+  using Layout = SharedLayout<kStateGroups>;
+  static constexpr int kValueBlocks = kValueDim / (kStateGroups * kGroupValues);
+
+  const ForwardParams& params;
+  const TensorMaps& maps;
+  SharedAddress base;
+  int lane;
+
+  FLASH_KDA_DEVICE int batch(const ChunkDescriptor& d) const { return params.cu_seqlens != nullptr ? 0 : d.sequence; }
+  FLASH_KDA_DEVICE static int head(const ChunkDescriptor& d) { return d.head_block / kValueBlocks; }
+  FLASH_KDA_DEVICE static int value_column(const ChunkDescriptor& d) {
+    return d.head_block % kValueBlocks * (kStateGroups * kGroupValues);
+  }
+  FLASH_KDA_DEVICE SharedAddress value_tile(int group, int n) const {
+    return base + Layout::kValueAt + (group * kValueSlots + (n & (kValueSlots - 1))) * kTileBytes;
+  }
+  FLASH_KDA_DEVICE static int slot_barrier(int group, int n) { return 8 * (group * kValueSlots + (n & (kValueSlots - 1))); }
+
+  FLASH_KDA_DEVICE void load_stage(const ChunkDescriptor& d, const StreamPosition& at) const {
+    const SharedAddress barrier = base + Layout::kLoaded + 8 * at.stage;
+    if (d.stop() || d.rows() == 0) {
+      barrier_arrive(barrier);
+      return;
+    }
+    barrier_arrive_expect(barrier, kStageBytes);
+    const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
+    FLASH_KDA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const SharedAddress to = stage + half * kChannelHalfBytes;
+      tensor_load(to + kTileG, &maps.g, barrier, 64 * half, head(d), d.token, batch(d));
+      tensor_load(to + kTileK, &maps.k, barrier, 64 * half, head(d), d.token, batch(d));
+      tensor_load(to + kTileQ, &maps.q, barrier, 64 * half, head(d), d.token, batch(d));
+    }
+  }
+
+  FLASH_KDA_DEVICE void load_values(const ChunkDescriptor& d, int n) const {
+    FLASH_KDA_UNROLL
+    for (int group = 0; group < kStateGroups; ++group) {
+      const SharedAddress barrier = base + Layout::kValueLoaded + slot_barrier(group, n);
+      if (d.rows() == 0) {
+        barrier_arrive(barrier);
+        continue;
+      }
+      barrier_arrive_expect(barrier, kTileBytes);
+      tensor_load(value_tile(group, n), &maps.v, barrier, value_column(d) + group * kGroupValues, head(d), d.token,
+                  batch(d));
+    }
+  }
+
+  // O of a partial chunk: 8 lanes a row.
+  FLASH_KDA_DEVICE void store_rows(const ChunkDescriptor& d, int group, int n) const {
+    char* out = static_cast<char*>(params.out.data) +
+                2 * (batch(d) * params.out.batch_stride + head(d) * params.out.head_stride + value_column(d) +
+                     group * kGroupValues + 8 * (lane & 7));
+    for (int row = lane >> 3; row < d.rows(); row += 4) {
+      const uint4 x = load_u32x4(value_tile(group, n) + row * kRowBytes + (((lane & 7) ^ (row & 7)) << 4));
+      *reinterpret_cast<uint4*>(out + 2 * (d.token + row) * params.out.token_stride) = x;
+    }
+    fence_async_proxy();  // the slot is about to be overwritten by the copy engine
+  }
+
+  FLASH_KDA_DEVICE void store_output(const ChunkDescriptor& d, int n) const {
+    FLASH_KDA_UNROLL
+    for (int group = 0; group < kStateGroups; ++group) {
+      barrier_wait(base + Layout::kOutputReady + slot_barrier(group, n), (n / kValueSlots) & 1);
+      if (d.partial()) {
+        store_rows(d, group, n);
+      } else if (lane == 0) {
+        tensor_store(value_tile(group, n), &maps.out, value_column(d) + group * kGroupValues, head(d), d.token,
+                     batch(d));
+      }
+    }
+    if (lane == 0) {
+      tensor_store_commit();
+      tensor_store_wait_read<0>();
+    }
+    sync_warp();
+  }
+
+  FLASH_KDA_DEVICE void run() {
+    WorkCursor work(params, kValueBlocks);
+    StreamPosition at(0);
+    int stops = 0;
+    int end = -1;  // number of real chunks, once known
+    FLASH_KDA_NO_UNROLL
+    for (; end < 0 || at.n < end + kStages; at.advance(1)) {
+      const int n = at.n;
+      const int done = n - kStages;  // the state role has left this chunk behind once its stage is released
+      if (done >= 0 && (end < 0 || done < end)) barrier_wait(base + Layout::kReleased + 8 * at.stage, at.parity ^ 1);
+      ChunkDescriptor finished = {}, incoming = {};
+      const int value = n - kValueLag;
+      if (done >= 0) finished = read_descriptor<Layout>(base, done);
+      if (stops < kStopChunks) {
+        const ChunkDescriptor d = work.next(lane);
+        if (d.stop()) {
+          if (end < 0) end = n;
+          ++stops;
+        }
+        sync_warp();
+        if (lane == 0) {
+          write_descriptor<Layout>(base, n, d);
+          load_stage(d, at);
+        }
+      }
+      sync_warp();
+      if (done >= 0 && (end < 0 || done < end)) store_output(finished, done);
+      if (value >= 0 && (end < 0 || value < end)) {
+        incoming = read_descriptor<Layout>(base, value);
+        if (lane == 0) load_values(incoming, value);
+      }
+    }
+    if (lane == 0) tensor_store_wait_all();
+  }
+};
+
+}  // namespace flash_kda::sm90

@@ -1,0 +1,99 @@
+// Sizes and the shared-memory map of the SM90 forward kernel. Everything that is counted in tokens, bytes or slots
+// is written here and nowhere else.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_kda::sm90 {
+
+constexpr int kKeyDim = 128;
+constexpr int kValueDim = 128;
+constexpr int kChunk = 32;       // tokens a step
+constexpr int kHalf = 16;        // tokens on each side of a chunk's reference point, its middle
+constexpr int kGroupValues = 64; // V columns a warpgroup of the state role holds
+
+constexpr int kWarp = 32;
+constexpr int kWarpgroup = 128;
+
+// ---- rings ---------------------------------------------------------------------------------------------------------
+constexpr int kStages = 6;        // chunks of q, k, g between the load and the last product that reads them
+constexpr int kTableSlots = 8;    // per-chunk tables and descriptors; a power of two above kStages
+constexpr int kSolutionSlots = 4; // chunks of M, Mv and A_qk
+constexpr int kValueSlots = 4;    // chunks of V, which become O
+
+constexpr int kPrepareGroups = 2; // warpgroups of the prepare role; they take alternate chunks
+constexpr int kSolverWarps = 3;   // warps of the solve role; they take every third chunk
+constexpr int kStopChunks = 3;    // end marks in the stream: one for each solver warp
+
+// ---- numbers -------------------------------------------------------------------------------------------------------
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kNormEpsilon = 1e-6f;
+// The step from one chunk's reference to the next may lose 160 nats, more than fp32 holds. The factor is applied
+// times 2^96, and 2^-96 follows when the first product has taken its copy.
+constexpr float kBoost = 79228162514264337593543950336.0f;       // 2^96
+constexpr float kUnboost = 1.0f / 79228162514264337593543950336.0f;  // exact
+// Values, states and updates are held times 2^-8: a value written 16 tokens after the reference is e^80 times
+// larger in the state's basis, and this moves room from where fp32 has it to where it is needed.
+constexpr float kValueScale = 1.0f / 256.0f;
+constexpr float kValueUnscale = 256.0f;
+// Rows of k and q whose squared norm is outside this range are scaled by a power of two first (kept exact).
+constexpr float kPlainNormLow = 1.0f / 1048576.0f;
+constexpr float kPlainNormHigh = 1048576.0f;
+
+// ---- shared memory, bytes ------------------------------------------------------------------------------------------
+// A tile is 32 rows of 128 bytes (64 bf16), 128-byte swizzle.
+constexpr int kRowBytes = 128;
+constexpr int kTileBytes = kChunk * kRowBytes;
+constexpr int kRowGroupBytes = 8 * kRowBytes;  // 8 rows: the unit of a swizzled layout
+// A stage has two halves of 64 channels, each three tiles: k, q, g as loaded; K1, Q1, K2 in their places.
+constexpr int kTileK = 0;
+constexpr int kTileQ = kTileBytes;
+constexpr int kTileG = 2 * kTileBytes;
+constexpr int kChannelHalfBytes = 3 * kTileBytes;
+constexpr int kStageBytes = 2 * kChannelHalfBytes;
+// Per-channel factors: channel 8j + 2t + p at word 36t + 2j + p, so that four lanes read four banks apart.
+constexpr int kFactorPitchBytes = 144;
+constexpr int kFactorBytes = 4 * kFactorPitchBytes;
+constexpr int kRowTableBytes = kChunk * 4;
+constexpr int kDescriptorBytes = 16;
+
+// Number of state warpgroups = V columns of the block / 64.
+template <int kStateGroups>
+struct SharedLayout {
+  static constexpr int kStageAt = 0;
+  static constexpr int kSolutionAt = kStageAt + kStages * kStageBytes;           // M (64 B of a row), A_qk (64 B)
+  static constexpr int kValueFactorAt = kSolutionAt + kSolutionSlots * kTileBytes; // Mv, two chunks a tile
+  static constexpr int kValueAt = kValueFactorAt + kSolutionSlots / 2 * kTileBytes;
+  static constexpr int kEnterAt = kValueAt + kStateGroups * kValueSlots * kTileBytes;  // decay start -> middle
+  static constexpr int kLeaveAt = kEnterAt + kTableSlots * kFactorBytes;               // decay middle -> end
+  static constexpr int kStepAt = kLeaveAt + kTableSlots * kFactorBytes;  // previous middle -> middle, times 2^96
+  static constexpr int kQueryScaleAt = kStepAt + kTableSlots * kFactorBytes;    // output scale of a row
+  static constexpr int kKeyShiftAt = kQueryScaleAt + kTableSlots * kRowTableBytes;   // power of two given to a k row
+  static constexpr int kQueryShiftAt = kKeyShiftAt + kTableSlots * kRowTableBytes;   // same for q
+  static constexpr int kDescriptorAt = kQueryShiftAt + kTableSlots * kRowTableBytes;
+  static constexpr int kBarrierAt = kDescriptorAt + kTableSlots * kDescriptorBytes;
+
+  // Barriers, 8 bytes each.
+  static constexpr int kLoaded = kBarrierAt;                  // q, k, g of a stage have arrived
+  static constexpr int kPrepared = kLoaded + 8 * kStages;     // K1, Q1, K2 and the tables are written
+  static constexpr int kSolved = kPrepared + 8 * kStages;     // M, Mv, A_qk and the step factor are written
+  static constexpr int kReleased = kSolved + 8 * kStages;     // the state role is done with the stage
+  static constexpr int kValueLoaded = kReleased + 8 * kStages;                           // [group][slot]
+  static constexpr int kOutputReady = kValueLoaded + 8 * kStateGroups * kValueSlots;     // [group][slot]
+  static constexpr int kBytes = kOutputReady + 8 * kStateGroups * kValueSlots;
+};
+static_assert(SharedLayout<2>::kBytes <= 232448, "more shared memory than a block may have");
+
+// ---- roles: warpgroups in this order -----------------------------------------------------------------------------
+template <int kStateGroups>
+struct Roles {
+  static constexpr int kWarpgroups = kStateGroups + kPrepareGroups + 1;
+  static constexpr int kThreads = kWarpgroups * kWarpgroup;
+  // Registers a thread after the roles have parted; they fill the register file of 64 K.
+  static constexpr int kStateRegisters = kStateGroups == 2 ? 168 : 208;
+  static constexpr int kPrepareRegisters = kStateGroups == 2 ? 56 : 96;
+  static constexpr int kSolveRegisters = kStateGroups == 2 ? 64 : 112;
+  static_assert(kStateGroups * kStateRegisters + kPrepareGroups * kPrepareRegisters + kSolveRegisters <= 512);
+};
+
+}  // namespace flash_kda::sm90
