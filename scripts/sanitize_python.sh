@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 
 python=${PY:-python}
 target=$PWD/build/sanitize-python/package
+shopt -s nullglob
 tests=(tests/python/test_arrays*.py tests/python/test_api*.py tests/python/test_errors*.py)
 
 rm -rf "$target"
