@@ -16,10 +16,9 @@ std::string describe_named(const Thread& thread) {
 }
 
 std::string describe_transaction(const Thread& thread) {
-  return format("barrier_wait(0x%x = base + %u, parity %d)",
-                static_cast<unsigned>(thread.wait_object),
-                static_cast<unsigned>(thread.wait_object) - kSharedBase,
-                static_cast<int>(thread.wait_value));
+  return format(
+      "barrier_wait(0x%x = base + %u, parity %d)", static_cast<unsigned>(thread.wait_object),
+      static_cast<unsigned>(thread.wait_object) - kSharedBase, static_cast<int>(thread.wait_value));
 }
 
 }  // namespace
@@ -42,8 +41,7 @@ void NamedBarriers::sync_block() {
 
 void NamedBarriers::thread_done() {
   Barrier& barrier = barriers_[0];
-  if (!barrier.waiting.empty() &&
-      static_cast<int>(barrier.waiting.size()) == scheduler_.live()) {
+  if (!barrier.waiting.empty() && static_cast<int>(barrier.waiting.size()) == scheduler_.live()) {
     release(barrier);
   }
 }
@@ -53,8 +51,10 @@ void NamedBarriers::sync(int id, int threads) {
     scheduler_.fail(format("sync_named: id: expected 1 to 15, got %d", id));
   }
   if (threads <= 0 || threads % kWarpSize != 0 || threads > scheduler_.threads()) {
-    scheduler_.fail(format("sync_named: threads: expected a multiple of 32 up to the block's %d, "
-                           "got %d", scheduler_.threads(), threads));
+    scheduler_.fail(
+        format("sync_named: threads: expected a multiple of 32 up to the block's %d, "
+               "got %d",
+               scheduler_.threads(), threads));
   }
   Barrier& barrier = barriers_[static_cast<std::size_t>(id)];
   if (!barrier.waiting.empty() && barrier.threads != threads) {
@@ -73,8 +73,8 @@ void NamedBarriers::sync(int id, int threads) {
 
 void TransactionBarriers::init(SharedAddress a, int arrivals) {
   if (arrivals < 1 || arrivals > kMaxThreads) {
-    scheduler_.fail(format("barrier_init: arrivals: expected 1 to %d, got %d", kMaxThreads,
-                           arrivals));
+    scheduler_.fail(
+        format("barrier_init: arrivals: expected 1 to %d, got %d", kMaxThreads, arrivals));
   }
   memory_.make_barrier(a);  // fails if it already is one
   Barrier barrier;
@@ -127,10 +127,11 @@ void TransactionBarriers::complete_if_due(SharedAddress a, Barrier& barrier) {
   if (barrier.pending > 0 || barrier.expected > 0) return;
   // A thread that waits by parity sees two completed phases as none.
   if (!barrier.woken.empty()) {
-    scheduler_.fail(format("barrier 0x%x (base + %u): phase %lld completes before thread %d has "
-                           "seen that phase %lld did", a, a - kSharedBase,
-                           static_cast<long long>(barrier.phase), barrier.woken.front()->index,
-                           static_cast<long long>(barrier.phase - 1)));
+    scheduler_.fail(
+        format("barrier 0x%x (base + %u): phase %lld completes before thread %d has "
+               "seen that phase %lld did",
+               a, a - kSharedBase, static_cast<long long>(barrier.phase),
+               barrier.woken.front()->index, static_cast<long long>(barrier.phase - 1)));
   }
   barrier.phase += 1;
   barrier.pending = barrier.arrivals;
@@ -156,15 +157,18 @@ void TransactionBarriers::wait(SharedAddress a, int parity) {
 void TransactionBarriers::announce(const char* operation, SharedAddress a, int bytes) {
   Barrier& barrier = find(operation, a);
   if (!barrier.visible) {
-    scheduler_.fail(format("%s: barrier 0x%x (base + %u) was initialised without "
-                           "fence_barrier_init after it", operation, a, a - kSharedBase));
+    scheduler_.fail(
+        format("%s: barrier 0x%x (base + %u) was initialised without "
+               "fence_barrier_init after it",
+               operation, a, a - kSharedBase));
   }
   barrier.announced += bytes;
   if (barrier.announced > barrier.expected) {
-    scheduler_.fail(format("%s: %d bytes more for barrier 0x%x (base + %u), which expects %lld and "
-                           "has %lld under way", operation, bytes, a, a - kSharedBase,
-                           static_cast<long long>(barrier.expected),
-                           static_cast<long long>(barrier.announced - bytes)));
+    scheduler_.fail(
+        format("%s: %d bytes more for barrier 0x%x (base + %u), which expects %lld and "
+               "has %lld under way",
+               operation, bytes, a, a - kSharedBase, static_cast<long long>(barrier.expected),
+               static_cast<long long>(barrier.announced - bytes)));
   }
 }
 

@@ -50,13 +50,13 @@ class TransactionBarriers {
 
  private:
   struct Barrier {
-    int arrivals = 0;           // of a phase
-    int pending = 0;            // arrivals still to come
-    std::int64_t expected = 0;  // bytes still to come
-    std::int64_t announced = 0; // of which under way
-    std::int64_t phase = 0;     // the one that is not complete
+    int arrivals = 0;            // of a phase
+    int pending = 0;             // arrivals still to come
+    std::int64_t expected = 0;   // bytes still to come
+    std::int64_t announced = 0;  // of which under way
+    std::int64_t phase = 0;      // the one that is not complete
     int initialiser = 0;
-    bool visible = false;       // to the copy engine
+    bool visible = false;  // to the copy engine
     std::vector<Thread*> waiting;
     std::vector<Thread*> woken;  // by the last phase, not run since
   };

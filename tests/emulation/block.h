@@ -7,9 +7,9 @@
 
 #include "emulation/barriers.h"
 #include "emulation/bulk_copy.h"
-#include "emulation/matrix.h"
 #include "emulation/scheduler.h"
 #include "emulation/shared_memory.h"
+#include "emulation/warpgroup_products.h"
 
 namespace flash_kda::emulation {
 

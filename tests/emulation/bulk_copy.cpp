@@ -18,8 +18,7 @@ void for_each_row(const TensorMap& map, const Coordinates& at, Function f) {
   for (int b = 0; b < map.box[3]; ++b) {
     for (int t = 0; t < map.box[2]; ++t) {
       for (int h = 0; h < map.box[1]; ++h, ++row) {
-        const std::array<std::int64_t, 3> index = {at[1] + std::int64_t{h},
-                                                   at[2] + std::int64_t{t},
+        const std::array<std::int64_t, 3> index = {at[1] + std::int64_t{h}, at[2] + std::int64_t{t},
                                                    at[3] + std::int64_t{b}};
         bool inside = true;
         std::int64_t offset = 0;
@@ -57,13 +56,14 @@ TensorMap make_tensor_map(const void* data, const std::array<std::int64_t, 4>& s
     }
     if (d > 0 && (strides[d] % kChunkBytes != 0 || strides[d] < 0 ||
                   strides[d] >= (std::int64_t{1} << 40))) {
-      throw std::invalid_argument(format("strides[%d]: expected a multiple of 16 under 2^40, "
-                                         "got %lld", dimension,
-                                         static_cast<long long>(strides[d])));
+      throw std::invalid_argument(
+          format("strides[%d]: expected a multiple of 16 under 2^40, "
+                 "got %lld",
+                 dimension, static_cast<long long>(strides[d])));
     }
     if (box[d] < 1 || box[d] > kMaxBox) {
-      throw std::invalid_argument(format("box[%d]: expected 1 to %d, got %d", dimension, kMaxBox,
-                                         box[d]));
+      throw std::invalid_argument(
+          format("box[%d]: expected 1 to %d, got %d", dimension, kMaxBox, box[d]));
     }
   }
   if (strides[0] != kElementBytes || box[0] != kRowElements) {
@@ -158,9 +158,10 @@ void CopyEngine::wait_read(const char* operation, int pending) {
 void CopyEngine::finish(const char* operation, const Store& store) {
   if (!memory_.same_async(store.from, store.contents.data(),
                           static_cast<int>(store.contents.size()))) {
-    scheduler_.fail(format("%s: shared memory at 0x%x (base + %u) has changed since the "
-                           "tensor_store that reads it was issued", operation, store.from,
-                           store.from - kSharedBase));
+    scheduler_.fail(
+        format("%s: shared memory at 0x%x (base + %u) has changed since the "
+               "tensor_store that reads it was issued",
+               operation, store.from, store.from - kSharedBase));
   }
   const auto [first, last] = channels_inside(*store.map, store.at[0]);
   for_each_row(*store.map, store.at, [&](int row, std::byte* target) {
@@ -177,16 +178,19 @@ void CopyEngine::finish(const char* operation, const Store& store) {
 void CopyEngine::thread_done() {
   const ThreadStores& mine = stores_[static_cast<std::size_t>(scheduler_.current().index)];
   if (!mine.open.empty() || !mine.committed.empty()) {
-    scheduler_.fail(format("the thread returns with %zu tensor_stores not committed and %zu groups "
-                           "not waited for", mine.open.size(), mine.committed.size()));
+    scheduler_.fail(
+        format("the thread returns with %zu tensor_stores not committed and %zu groups "
+               "not waited for",
+               mine.open.size(), mine.committed.size()));
   }
 }
 
 void CopyEngine::block_done() {
   if (loads_.empty()) return;
-  throw Error(format("block %d ends with %zu tensor_loads under way; the first is to shared "
-                     "address 0x%x (base + %u)", scheduler_.block(), loads_.size(),
-                     loads_.front().to, loads_.front().to - kSharedBase));
+  throw Error(format(
+      "block %d ends with %zu tensor_loads under way; the first is to shared "
+      "address 0x%x (base + %u)",
+      scheduler_.block(), loads_.size(), loads_.front().to, loads_.front().to - kSharedBase));
 }
 
 }  // namespace flash_kda::emulation

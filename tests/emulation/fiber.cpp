@@ -105,9 +105,9 @@ void Fiber::start(std::byte* stack, std::size_t bytes, Entry entry, void* argume
   const auto top = reinterpret_cast<std::uintptr_t>(stack + bytes) & ~std::uintptr_t{15};
   auto* frame = reinterpret_cast<void**>(top) - 9;
   frame[0] = frame[1] = frame[2] = nullptr;
-  frame[3] = this;                                      // r12
-  frame[4] = reinterpret_cast<void*>(&Fiber::enter);    // rbx
-  frame[5] = nullptr;                                   // rbp
+  frame[3] = this;                                    // r12
+  frame[4] = reinterpret_cast<void*>(&Fiber::enter);  // rbx
+  frame[5] = nullptr;                                 // rbp
   frame[6] = reinterpret_cast<void*>(&flash_kda_emulation_start);
   context_ = frame;
 #endif

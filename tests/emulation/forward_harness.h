@@ -12,9 +12,9 @@
 namespace flash_kda::testing {
 
 struct EmulatedLaunch {
-  int state_groups = 2;  // warpgroups of the state role: 2, or 1 with two blocks a head
-  int grid = 2;          // blocks
-  bool counter = false;  // blocks take items from a counter in global memory
+  int state_groups = 2;             // warpgroups of the state role: 2, or 1 with two blocks a head
+  int grid = 2;                     // blocks
+  bool counter = false;             // blocks take items from a counter in global memory
   std::vector<std::int32_t> order;  // of the sequences; empty: as they come
   std::uint64_t seed = 0;
 };
@@ -40,11 +40,12 @@ inline sm90::RowParams rows_of(const TensorView& view) {
 
 inline sm90::StateParams state_of(const TensorView& view) {
   if (!view.defined()) return {};
-  const bool pairs =
-      (view.stride[0] | view.stride[1] | view.stride[2]) % 2 == 0 &&
-      reinterpret_cast<std::uintptr_t>(view.data) % (2 * static_cast<std::size_t>(size_of(view.dtype))) == 0;
-  return {view.data, view.stride[0], view.stride[1], view.stride[2],
-          view.dtype == DType::kBFloat16, pairs};
+  const bool pairs = (view.stride[0] | view.stride[1] | view.stride[2]) % 2 == 0 &&
+                     reinterpret_cast<std::uintptr_t>(view.data) %
+                             (2 * static_cast<std::size_t>(size_of(view.dtype))) ==
+                         0;
+  return {view.data, view.stride[0], view.stride[1], view.stride[2], view.dtype == DType::kBFloat16,
+          pairs};
 }
 
 inline sm90::ForwardParams params_of(const ForwardArgs& args, int value_blocks) {
@@ -82,13 +83,12 @@ inline sm90::ForwardParams params_of(const ForwardArgs& args, int value_blocks) 
 template <int kStateGroups>
 void emulate(const sm90::ForwardParams& params, const sm90::TensorMaps& maps,
              const EmulatedLaunch& launch) {
-  emulation::run_grid({.blocks = launch.grid,
-                       .threads = sm90::Roles<kStateGroups>::kThreads,
-                       .shared_bytes = sm90::SharedLayout<kStateGroups>::kBytes,
-                       .seed = launch.seed},
-                      [&](sm90::SharedAddress base) {
-                        sm90::forward_block<kStateGroups>(params, maps, base);
-                      });
+  emulation::run_grid(
+      {.blocks = launch.grid,
+       .threads = sm90::Roles<kStateGroups>::kThreads,
+       .shared_bytes = sm90::SharedLayout<kStateGroups>::kBytes,
+       .seed = launch.seed},
+      [&](sm90::SharedAddress base) { sm90::forward_block<kStateGroups>(params, maps, base); });
 }
 
 }  // namespace internal

@@ -10,6 +10,8 @@
 #include <limits>
 
 #include "emulation/block.h"
+#include "emulation/fragments.h"
+#include "emulation/matrix.h"
 
 #define FLASH_KDA_DEVICE inline
 #define FLASH_KDA_UNROLL
@@ -63,7 +65,7 @@ T shuffle(const char* operation, T x, int lane) {
     int lane;
     T to;
   } mine{x, lane, x};
-  block().scheduler.gather(operation, mine, [](Exchange* const (&lanes)[emulation::kWarpSize]) {
+  block().scheduler.gather(operation, mine, [](Exchange* const(&lanes)[emulation::kWarpSize]) {
     for (Exchange* e : lanes) e->to = lanes[e->lane & (emulation::kWarpSize - 1)]->from;
   });
   return mine.to;
@@ -76,7 +78,8 @@ inline float flush(float x) {
 
 }  // namespace detail
 
-// ---- threads -------------------------------------------------------------------------------------
+// ---- threads
+// -------------------------------------------------------------------------------------
 inline int thread_index() { return detail::block().scheduler.current().index; }
 inline int block_index() { return detail::block().scheduler.block(); }
 inline int grid_size() { return detail::block().grid_blocks; }
@@ -90,12 +93,12 @@ inline float shuffle(float x, int lane) { return detail::shuffle("shuffle(float)
 inline int shuffle(int x, int lane) { return detail::shuffle("shuffle(int)", x, lane); }
 inline bool any_in_warp(bool x) {
   bool result = x;
-  detail::block().scheduler.gather(
-      "any_in_warp", result, [](bool* const (&lanes)[emulation::kWarpSize]) {
-        bool any = false;
-        for (const bool* lane : lanes) any = any || *lane;
-        for (bool* lane : lanes) *lane = any;
-      });
+  detail::block().scheduler.gather("any_in_warp", result,
+                                   [](bool* const(&lanes)[emulation::kWarpSize]) {
+                                     bool any = false;
+                                     for (const bool* lane : lanes) any = any || *lane;
+                                     for (bool* lane : lanes) *lane = any;
+                                   });
   return result;
 }
 inline int warp_uniform(int x) {
@@ -118,7 +121,8 @@ inline void shrink_registers() {
 inline void wait_for_previous_grid() {}
 inline void launch_next_grid() {}
 
-// ---- numbers -------------------------------------------------------------------------------------
+// ---- numbers
+// -------------------------------------------------------------------------------------
 inline std::uint32_t bits(float x) { return std::bit_cast<std::uint32_t>(x); }
 inline float from_bits(std::uint32_t x) { return std::bit_cast<float>(x); }
 inline float exp2_approx(float x) { return detail::flush(std::exp2(detail::flush(x))); }
@@ -138,7 +142,8 @@ inline std::uint32_t round_tf32(float x) {
   return (bits(x) + 0x1000u) & 0xffffe000u;
 }
 
-// ---- shared memory -------------------------------------------------------------------------------
+// ---- shared memory
+// -------------------------------------------------------------------------------
 inline SharedAddress shared_base() { return emulation::kSharedBase; }
 inline SharedAddress shared_address(const void* p) { return detail::block().memory.address(p); }
 inline void* generic(SharedAddress a) { return detail::block().memory.pointer(a); }
@@ -177,7 +182,8 @@ inline void fence_async_proxy() {
   detail::block().scheduler.maybe_preempt();
 }
 
-// ---- barriers in shared memory -------------------------------------------------------------------
+// ---- barriers in shared memory
+// -------------------------------------------------------------------
 inline void barrier_init(SharedAddress barrier, int arrivals) {
   detail::block().barriers.init(barrier, arrivals);
 }
@@ -190,7 +196,8 @@ inline void barrier_wait(SharedAddress barrier, int parity) {
   detail::block().barriers.wait(barrier, parity);
 }
 
-// ---- bulk tensor copies --------------------------------------------------------------------------
+// ---- bulk tensor copies
+// --------------------------------------------------------------------------
 inline void tensor_load(SharedAddress to, const TensorMap* map, SharedAddress barrier, int channel,
                         int head, int token, int batch) {
   detail::block().copies.load(to, map, barrier, {channel, head, token, batch});
@@ -209,12 +216,13 @@ inline void tensor_store_wait_all() {
 }
 inline void prefetch_tensor_map(const TensorMap* /*map*/) {}
 
-// ---- global memory -------------------------------------------------------------------------------
+// ---- global memory
+// -------------------------------------------------------------------------------
 template <class T>
 inline T load_global(const T* p) {
   if (reinterpret_cast<std::uintptr_t>(p) % sizeof(T) != 0) {
-    detail::block().scheduler.fail(emulation::format(
-        "load_global: %p is not a multiple of %zu", static_cast<const void*>(p), sizeof(T)));
+    detail::block().scheduler.fail(emulation::format("load_global: %p is not a multiple of %zu",
+                                                     static_cast<const void*>(p), sizeof(T)));
   }
   return *p;
 }
@@ -225,7 +233,8 @@ inline int atomic_add(int* p, int x) {
   return before;
 }
 
-// ---- matrix products -----------------------------------------------------------------------------
+// ---- matrix products
+// -----------------------------------------------------------------------------
 inline void mma_bf16(float (&c)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
                      std::uint32_t b1) {
   emulation::mma_bf16(detail::block().scheduler, c, a, b0, b1);

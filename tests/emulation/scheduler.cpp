@@ -169,8 +169,8 @@ void Scheduler::deadlock() const {
     for (std::size_t i = 0; i < indices.size();) {
       std::size_t end = i + 1;
       while (end < indices.size() && indices[end] == indices[end - 1] + 1) ++end;
-      text += end == i + 1 ? format(" %d", indices[i])
-                           : format(" %d-%d", indices[i], indices[end - 1]);
+      text +=
+          end == i + 1 ? format(" %d", indices[i]) : format(" %d-%d", indices[i], indices[end - 1]);
       i = end;
     }
   }

@@ -1,7 +1,8 @@
 // The threads of one block: which runs, which waits for what, and what ends the run.
 //
-// One operating-system thread; a fiber runs until it waits (or, with a seed, until a random moment).
-// Seed 0: in order of the threads. Any other seed: a random order, the same for the same seed.
+// One operating-system thread; a fiber runs until it waits (or, with a seed, until a random
+// moment). Seed 0: in order of the threads. Any other seed: a random order, the same for the same
+// seed.
 #pragma once
 
 #include <cstdint>

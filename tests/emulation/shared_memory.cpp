@@ -29,8 +29,8 @@ int writer(std::uint32_t state) { return static_cast<int>(state & ((1u << kThrea
 SharedMemory::SharedMemory(Scheduler& scheduler, std::size_t bytes)
     : scheduler_(scheduler), fences_(static_cast<std::size_t>(scheduler.threads())) {
   if (bytes > kSharedCapacity) {
-    throw std::invalid_argument(format("shared_bytes: expected at most %zu, got %zu",
-                                       kSharedCapacity, bytes));
+    throw std::invalid_argument(
+        format("shared_bytes: expected at most %zu, got %zu", kSharedCapacity, bytes));
   }
   bytes = (bytes + kChunkBytes - 1) / kChunkBytes * kChunkBytes;
   bytes_.assign(bytes, std::byte{0xff});
@@ -40,23 +40,24 @@ SharedMemory::SharedMemory(Scheduler& scheduler, std::size_t bytes)
 std::size_t SharedMemory::check(const char* operation, SharedAddress a, int bytes,
                                 int alignment) const {
   if (a % static_cast<unsigned>(alignment) != 0) {
-    scheduler_.fail(format("%s: shared address 0x%x is not a multiple of %d", operation, a,
-                           alignment));
+    scheduler_.fail(
+        format("%s: shared address 0x%x is not a multiple of %d", operation, a, alignment));
   }
   if (a < kSharedBase || a - kSharedBase + static_cast<std::size_t>(bytes) > bytes_.size()) {
-    scheduler_.fail(format("%s: %d bytes at shared address 0x%x are outside the block's [0x%x, "
-                           "0x%zx)", operation, bytes, a, kSharedBase,
-                           kSharedBase + bytes_.size()));
+    scheduler_.fail(
+        format("%s: %d bytes at shared address 0x%x are outside the block's [0x%x, "
+               "0x%zx)",
+               operation, bytes, a, kSharedBase, kSharedBase + bytes_.size()));
   }
   return a - kSharedBase;
 }
 
 void SharedMemory::bad_read(const char* operation, SharedAddress a, std::uint32_t state) const {
-  const char* why = state == kUnwritten ? "has not been written"
+  const char* why = state == kUnwritten  ? "has not been written"
                     : state == kInFlight ? "is being written by a tensor_load"
                                          : "is a barrier";
-  scheduler_.fail(format("%s: shared address 0x%x (base + %u) %s", operation, a, a - kSharedBase,
-                         why));
+  scheduler_.fail(
+      format("%s: shared address 0x%x (base + %u) %s", operation, a, a - kSharedBase, why));
 }
 
 void SharedMemory::load(const char* operation, SharedAddress a, void* to, int bytes,
@@ -99,9 +100,10 @@ void SharedMemory::load_async(const char* operation, SharedAddress a, void* to, 
     if (state < kDelivered) bad_read(operation, at, state);
     const int thread = writer(state);
     if (state == stored_by(thread, fences_[static_cast<std::size_t>(thread)])) {
-      scheduler_.fail(format("%s: shared address 0x%x (base + %u) was stored by thread %d, which "
-                             "has not called fence_async_proxy since", operation, at,
-                             at - kSharedBase, thread));
+      scheduler_.fail(
+          format("%s: shared address 0x%x (base + %u) was stored by thread %d, which "
+                 "has not called fence_async_proxy since",
+                 operation, at, at - kSharedBase, thread));
     }
   }
   std::memcpy(to, &bytes_[offset], static_cast<std::size_t>(bytes));
@@ -124,9 +126,10 @@ void SharedMemory::begin_store_async(const char* operation, SharedAddress a, int
     if ((state & kStored) != 0) {
       const int thread = writer(state);
       if (state == stored_by(thread, fences_[static_cast<std::size_t>(thread)])) {
-        scheduler_.fail(format("%s: would overwrite shared address 0x%x (base + %u), which thread "
-                               "%d stored without fence_async_proxy after it", operation, at,
-                               at - kSharedBase, thread));
+        scheduler_.fail(
+            format("%s: would overwrite shared address 0x%x (base + %u), which thread "
+                   "%d stored without fence_async_proxy after it",
+                   operation, at, at - kSharedBase, thread));
       }
     }
     state = kInFlight;

@@ -14,7 +14,8 @@ namespace flash_kda::emulation {
 inline constexpr SharedAddress kSharedBase = 1024;
 inline constexpr std::size_t kSharedCapacity = 227 * 1024;
 
-// 128-byte swizzle: the 16-byte chunk index of an address, xor the index of its 128-byte row modulo 8.
+// 128-byte swizzle: the 16-byte chunk index of an address, xor the index of its 128-byte row
+// modulo 8.
 inline constexpr int kSwizzleRowBytes = 128;
 inline constexpr int kSwizzlePatternBytes = 1024;
 inline constexpr int kChunkBytes = 16;

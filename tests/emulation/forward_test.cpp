@@ -1,0 +1,356 @@
+// The SM90 forward kernel's own source, on the emulated block, against the fp64 recurrence; and the
+// promises of the contract bit for bit: over schedules, grids and splits of V, beside NaN, in
+// place.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "cpu_case.h"
+#include "emulation/forward_harness.h"
+#include "recurrence.h"
+
+namespace flash_kda::testing {
+namespace {
+
+constexpr double kOrdinaryBound = 5e-3;  // out and state, relative RMS of a (sequence, head)
+constexpr double kStressBound = 1e-2;
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+CaseSpec spec(const std::vector<std::int64_t>& lengths, std::int64_t heads = 1) {
+  CaseSpec s;
+  s.lengths = lengths;
+  s.key_heads = s.value_heads = heads;
+  s.keys = s.values = 128;
+  return s;
+}
+
+struct Result {
+  std::vector<std::byte> out, state;
+  bool operator==(const Result&) const = default;
+};
+
+// The in-place state is restored before the call; outputs are poisoned.
+Result run(Case& c, const EmulatedLaunch& launch) {
+  c.poison();
+  emulate_forward(c.args, launch);
+  return {c.out.bytes(), c.final.defined() ? c.final.bytes() : std::vector<std::byte>{}};
+}
+
+const std::vector<EmulatedLaunch>& launches() {
+  static const std::vector<EmulatedLaunch> all = {
+      {.state_groups = 2, .grid = 1, .counter = false, .order = {}, .seed = 0},
+      {.state_groups = 1, .grid = 2, .counter = false, .order = {}, .seed = 0},
+      {.state_groups = 2, .grid = 3, .counter = true, .order = {}, .seed = 1},
+      {.state_groups = 1, .grid = 3, .counter = true, .order = {}, .seed = 2},
+      {.state_groups = 2, .grid = 2, .counter = false, .order = {}, .seed = 3},
+  };
+  return all;
+}
+
+std::string describe(const EmulatedLaunch& l) {
+  return "state_groups " + std::to_string(l.state_groups) + ", grid " + std::to_string(l.grid) +
+         (l.counter ? ", counter" : "") + ", seed " + std::to_string(l.seed);
+}
+
+// Every launch meets the bounds and gives the first one's bits. Checks that inputs stay as they
+// were and that nothing is written between the rows of out.
+void check(Case& c, double bound) {
+  const RecurrenceResult want = recurrence(c.args);
+  const std::vector<const Array*> inputs = {&c.q,    &c.k,    &c.v,    &c.g,
+                                            &c.beta, &c.rate, &c.bias, &c.initial};
+  std::vector<std::vector<std::byte>> before;
+  for (const Array* input : inputs) before.push_back(input->bytes());
+  Result first;
+  for (const EmulatedLaunch& launch : launches()) {
+    SCOPED_TRACE(describe(launch));
+    const Result result = run(c, launch);
+    if (&launch == &launches().front()) {
+      first = result;
+      for (const HeadError& e : head_errors(c.args, want)) {
+        EXPECT_LE(e.out, bound) << "sequence " << e.sequence << " head " << e.head;
+        EXPECT_LE(e.state, bound) << "sequence " << e.sequence << " head " << e.head;
+      }
+    }
+    EXPECT_TRUE(result.out == first.out);
+    EXPECT_TRUE(result.state == first.state);
+    EXPECT_TRUE(c.out.gaps_untouched());
+  }
+  for (std::size_t i = 0; i < inputs.size(); ++i) EXPECT_TRUE(inputs[i]->bytes() == before[i]) << i;
+}
+
+TEST(EmulatedForward, EveryTailLength) {
+  std::vector<std::int64_t> lengths;
+  for (std::int64_t n = 1; n <= 34; ++n) lengths.push_back(n);
+  Case c(spec(lengths));
+  check(c, kStressBound);  // a single token's error is that of a few roundings
+}
+
+TEST(EmulatedForward, SeveralHeadsAndChunks) {
+  Case c(spec({100, 1, 333, 64}, 3));
+  check(c, kOrdinaryBound);
+}
+
+TEST(EmulatedForward, EqualBatch) {
+  CaseSpec s = spec({150, 150, 150}, 2);
+  s.packed = false;
+  s.gap = 8;
+  s.beta_pitch = 6288;
+  Case c(s);
+  check(c, kOrdinaryBound);
+}
+
+TEST(EmulatedForward, LongSequence) {
+  Case c(spec({1024}));
+  check(c, kOrdinaryBound);
+}
+
+TEST(EmulatedForward, OrderOfSequencesDoesNotMatter) {
+  Case c(spec({70, 10, 200, 33}, 2));
+  const Result first = run(c, launches()[0]);
+  EmulatedLaunch launch = launches()[2];
+  launch.order = {2, 0, 3, 1};
+  EXPECT_TRUE(run(c, launch) == first);
+}
+
+TEST(EmulatedForward, StateTypes) {
+  using Type = std::optional<DType>;
+  const Type types[] = {std::nullopt, DType::kBFloat16, DType::kFloat32};
+  for (const Type& initial : types) {
+    for (const Type& final : types) {
+      SCOPED_TRACE(std::string("initial ") + (initial ? name(*initial) : "none") + ", final " +
+                   (final ? name(*final) : "none"));
+      CaseSpec s = spec({45, 32, 0, 96});
+      s.initial = initial;
+      s.final = final;
+      s.gap = 8;
+      Case c(s);
+      check(c, kOrdinaryBound);
+    }
+  }
+}
+
+TEST(EmulatedForward, StatesInPlace) {
+  for (const DType type : {DType::kBFloat16, DType::kFloat32}) {
+    CaseSpec s = spec({45, 0, 64}, 2);
+    s.initial = s.final = type;
+    Case c(s);
+    const Result apart = run(c, launches()[0]);
+    for (const EmulatedLaunch& launch : launches()) {
+      Case again(s);
+      again.args.final_state = again.args.initial_state;
+      again.poison();
+      emulate_forward(again.args, launch);
+      EXPECT_TRUE(again.out.bytes() == apart.out) << describe(launch);
+      EXPECT_TRUE(again.initial.bytes() == apart.state) << describe(launch);
+    }
+  }
+}
+
+TEST(EmulatedForward, EmptySequencesPassTheirState) {
+  for (const bool given : {true, false}) {
+    CaseSpec s = spec({0, 40, 0, 0, 7, 0}, 2);
+    if (!given) s.initial = std::nullopt;
+    Case c(s);
+    check(c, kOrdinaryBound);
+    for (const std::int64_t n : {0, 2, 3, 5}) {
+      for (std::int64_t h = 0; h < 2; ++h) {
+        for (std::int64_t i = 0; i < 128; i += 13) {
+          for (std::int64_t j = 0; j < 128; j += 7) {
+            EXPECT_EQ(c.final.get(n, h, i, j), given ? c.initial.get(n, h, i, j) : 0.0);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(EmulatedForward, BetaGateAndNormKinds) {
+  for (int variant = 0; variant < 6; ++variant) {
+    SCOPED_TRACE("variant " + std::to_string(variant));
+    CaseSpec s = spec({130});
+    s.index_dtype = variant % 2 == 0 ? DType::kInt32 : DType::kInt64;
+    if (variant == 0) s.beta = BetaKind::kDoubledLogit;
+    if (variant == 1) s.beta = BetaKind::kProbability;
+    if (variant == 2) s.beta_dtype = DType::kFloat32;
+    if (variant == 3) s.l2norm = false;
+    if (variant == 4) s.rate = s.bias = false, s.scale = 0.5;
+    if (variant == 5) s.lower_bound = -1.5, s.bias = false;
+    Case c(s);
+    check(c, kOrdinaryBound);
+  }
+}
+
+// Head 0: always -5; 1: channels by turns -5 and no decay; 2: sixteen tokens each; 3: no decay.
+TEST(EmulatedForward, SaturatedGates) {
+  CaseSpec s = spec({300}, 4);
+  s.rate = s.bias = false;
+  Case c(s);
+  for (std::int64_t t = 0; t < 300; ++t) {
+    for (std::int64_t j = 0; j < 128; ++j) {
+      c.g.set(20, 0, t, 0, j);
+      c.g.set(j % 2 == 0 ? 20 : -60, 0, t, 1, j);
+      c.g.set(t / 16 % 2 == 0 ? 20 : -60, 0, t, 2, j);
+      c.g.set(-60, 0, t, 3, j);
+    }
+  }
+  check(c, kStressBound);
+}
+
+TEST(EmulatedForward, LowerBoundsNearZero) {
+  for (const double bound : {0.0, -1e-3}) {
+    CaseSpec s = spec({256});
+    s.lower_bound = bound;
+    Case c(s);
+    for (std::int64_t t = 0; t < 256; ++t) c.beta.set(c.beta.get(0, t, 0) - 3, 0, t, 0);
+    check(c, kStressBound);
+  }
+}
+
+TEST(EmulatedForward, ExtremeRates) {
+  const double rates[] = {-80, -30, 0, 10, 30, 80, 88, 100};
+  const double biases[] = {-50, 0, 50};
+  const double betas[] = {-kInfinity, -80, 0, 80, kInfinity};
+  CaseSpec s = spec({100}, 8);
+  Case c(s);
+  for (std::int64_t h = 0; h < 8; ++h) {
+    c.rate.set(rates[h], h);
+    for (std::int64_t j = 0; j < 128; ++j) c.bias.set(biases[j % 3], h, j);
+    for (std::int64_t t = 0; t < 100; ++t) {
+      c.beta.set(betas[(t + h) % 5], 0, t, h);
+      for (std::int64_t j = 0; j < 128; j += 11) c.g.set(-biases[j % 3], 0, t, h, j);
+    }
+  }
+  check(c, kStressBound);
+}
+
+// Head 0: q and k tiny; 1: huge; 2: zero rows.
+TEST(EmulatedForward, ExtremeNorms) {
+  Case c(spec({200}, 3));
+  for (std::int64_t t = 0; t < 200; ++t) {
+    for (std::int64_t j = 0; j < 128; ++j) {
+      for (std::int64_t h = 0; h < 2; ++h) {
+        const double factor = h == 0 ? 1e-4 : 1e15;
+        c.q.set(c.q.get(0, t, h, j) * factor, 0, t, h, j);
+        c.k.set(c.k.get(0, t, h, j) * factor, 0, t, h, j);
+      }
+      if (t % 5 == 0) c.k.set(0, 0, t, 2, j);
+      if (t % 7 == 0) c.q.set(0, 0, t, 2, j);
+    }
+  }
+  check(c, kStressBound);
+  for (std::int64_t t = 0; t < 200; t += 7) {
+    for (std::int64_t i = 0; i < 128; ++i) EXPECT_EQ(c.out.get(0, t, 2, i), 0.0);
+  }
+}
+
+// Updates nearly cancel: identical keys, no decay, full writing strength.
+TEST(EmulatedForward, IdenticalKeys) {
+  CaseSpec s = spec({512});
+  s.rate = s.bias = false;
+  s.initial = std::nullopt;
+  Case c(s);
+  for (std::int64_t t = 0; t < 512; ++t) {
+    c.beta.set(8, 0, t, 0);
+    for (std::int64_t j = 0; j < 128; ++j) {
+      const double x = c.k.get(0, 0, 0, j);
+      c.k.set(x, 0, t, 0, j);
+      c.q.set(x, 0, t, 0, j);
+      c.g.set(-12, 0, t, 0, j);
+      c.v.set(c.v.get(0, t % 16, 0, j), 0, t, 0, j);
+    }
+  }
+  check(c, 5e-2);
+}
+
+TEST(EmulatedForward, NanStaysInItsSequenceHeadAndRows) {
+  CaseSpec s = spec({40, 60, 64}, 3);
+  s.padding = 20;
+  Case clean(s), dirty(s);
+  dirty.initial.set(kNan, 1, 2, 5, 6);
+  dirty.v.set(kNan, 0, 3, 1, 4);  // sequence 0, head 1
+  for (std::int64_t t = 164; t < 184; ++t) {
+    for (std::int64_t h = 0; h < 3; ++h) {
+      dirty.beta.set(kNan, 0, t, h);
+      for (std::int64_t j = 0; j < 128; ++j) {
+        for (Array* x : {&dirty.q, &dirty.k, &dirty.v, &dirty.g}) x->set(kNan, 0, t, h, j);
+      }
+    }
+  }
+  run(clean, launches()[0]);
+  const std::int64_t starts[] = {0, 40, 100, 164};
+  for (const EmulatedLaunch& launch : launches()) {
+    SCOPED_TRACE(describe(launch));
+    run(dirty, launch);
+    EXPECT_TRUE(std::isnan(dirty.final.get(1, 2, 5, 6)));
+    EXPECT_TRUE(std::isnan(dirty.out.get(0, 3, 1, 4)));
+    for (std::int64_t n = 0; n < 3; ++n) {
+      for (std::int64_t h = 0; h < 3; ++h) {
+        if ((n == 1 && h == 2) || (n == 0 && h == 1)) continue;
+        for (std::int64_t t = starts[n]; t < starts[n + 1]; ++t) {
+          for (std::int64_t i = 0; i < 128; ++i) {
+            ASSERT_EQ(dirty.out.get(0, t, h, i), clean.out.get(0, t, h, i)) << n << h << t << i;
+          }
+        }
+        for (std::int64_t i = 0; i < 128; ++i) {
+          for (std::int64_t j = 0; j < 128; ++j) {
+            ASSERT_EQ(dirty.final.get(n, h, i, j), clean.final.get(n, h, i, j)) << n << h << i << j;
+          }
+        }
+      }
+    }
+    for (std::int64_t t = 164; t < 184; ++t) {  // not written
+      for (std::int64_t i = 0; i < 128; ++i) ASSERT_TRUE(std::isnan(dirty.out.get(0, t, 1, i)));
+    }
+  }
+}
+
+TEST(EmulatedForward, BatchAndSingleAgree) {
+  Case all(spec({70, 33, 129}, 2));
+  run(all, launches()[0]);
+  const std::int64_t starts[] = {0, 70, 103};
+  const std::int64_t lengths[] = {70, 33, 129};
+  for (std::int64_t n = 0; n < 3; ++n) {
+    Case one(spec({lengths[n]}, 2));
+    const auto copy = [&](Array& to, const Array& from, std::int64_t width) {
+      for (std::int64_t t = 0; t < lengths[n]; ++t) {
+        for (std::int64_t h = 0; h < 2; ++h) {
+          for (std::int64_t j = 0; j < width; ++j)
+            to.set(from.get(0, starts[n] + t, h, j), 0, t, h, j);
+        }
+      }
+    };
+    for (const auto& [to, from] :
+         {std::pair{&one.q, &all.q}, {&one.k, &all.k}, {&one.v, &all.v}, {&one.g, &all.g}}) {
+      copy(*to, *from, 128);
+    }
+    for (std::int64_t h = 0; h < 2; ++h) {
+      one.rate.set(all.rate.get(h), h);
+      for (std::int64_t t = 0; t < lengths[n]; ++t) {
+        one.beta.set(all.beta.get(0, starts[n] + t, h), 0, t, h);
+      }
+      for (std::int64_t i = 0; i < 128; ++i) {
+        one.bias.set(all.bias.get(h, i), h, i);
+        for (std::int64_t j = 0; j < 128; ++j) {
+          one.initial.set(all.initial.get(n, h, i, j), 0, h, i, j);
+        }
+      }
+    }
+    run(one, launches()[1]);
+    for (std::int64_t h = 0; h < 2; ++h) {
+      for (std::int64_t i = 0; i < 128; ++i) {
+        for (std::int64_t t = 0; t < lengths[n]; ++t) {
+          ASSERT_EQ(one.out.get(0, t, h, i), all.out.get(0, starts[n] + t, h, i));
+        }
+        for (std::int64_t j = 0; j < 128; ++j) {
+          ASSERT_EQ(one.final.get(0, h, i, j), all.final.get(n, h, i, j));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flash_kda::testing
