@@ -4,8 +4,9 @@ namespace flash_kda::cpu {
 namespace FLASH_KDA_CPU_NAMESPACE {
 namespace {
 
-// exp(0) = 1, exp(-inf) = 0, NaN stays. Below e^-87 (subnormal) 0, from e^88 on infinity.
-inline Vec exp(Vec x) {
+// exp(0) = 1, exp(-inf) = 0, NaN stays. Subnormal results may be 0, those from e^88 on infinity.
+inline Vec exp(Vec argument) {
+  const Vec x = exp_argument(argument);
   const Vec magic = splat(0x1.8p23F);  // adding it leaves the nearest integer in the low bits
   const Vec shifted = fma(x, splat(0x1.715476p0F), magic);
   const Vec n = shifted - magic;
@@ -20,9 +21,7 @@ inline Vec exp(Vec x) {
   p = fma(p, r, splat(1.6666665459e-1F));
   p = fma(p, r, splat(5.0000001201e-1F));
   p = fma(r * r, p, r) + splat(1);
-  const Vec inside = add_exponent(p, shifted);
-  const Vec upper = select_less(x, splat(88), inside, x + splat(__builtin_inff()));
-  return select_less(x, splat(-87), splat(0), upper);
+  return exp_result(p, n, shifted, x);
 }
 
 // Exactly 0, 1/2, 1 at -inf, 0, inf. Relative error stays small where the result is.

@@ -42,18 +42,18 @@ void read_state(const float* rows, int count, int pitch, const float* state, int
   read_rest<kTileRows - 1>(count - r, rows + r * pitch, pitch, state, keys, to + r * kPanel);
 }
 
-// state[k, c] = decay[k] * state[k, c] + sum_j write[j, k] * u[j, c].
-void update_state(const Chunk& c, int n, const float* u, float* state) {
-  for (int first = 0; first < c.pitch; first += kTileRows, state += kTileRows * kPanel) {
+// state[k, c] = decay[k] * state[k, c] + sum_j write[j, k] * y[j, c].
+void update_state(const Chunk& c, int n, int pitch, const float* y, float* state) {
+  for (int first = 0; first < pitch; first += kTileRows, state += kTileRows * kPanel) {
     Vec sum[kTileRows][kTileVecs];
     for (int r = 0; r < kTileRows; ++r) {
       const Vec decay = splat(c.decay[first + r]);
       for (int j = 0; j < kTileVecs; ++j) sum[r][j] = decay * load(state + r * kPanel + j * kWidth);
     }
     const float* write = c.write + first;
-    for (int i = 0; i < n; ++i, write += c.pitch) {
+    for (int i = 0; i < n; ++i, write += pitch) {
       Vec x[kTileVecs];
-      for (int j = 0; j < kTileVecs; ++j) x[j] = load(u + i * kPanel + j * kWidth);
+      for (int j = 0; j < kTileVecs; ++j) x[j] = load(y + i * kPanel + j * kWidth);
 #pragma GCC unroll 8
       for (int r = 0; r < kTileRows; ++r) {
         const Vec w = splat(write[r]);
@@ -66,12 +66,12 @@ void update_state(const Chunk& c, int n, const float* u, float* state) {
   }
 }
 
-// The unit lower triangular system, by forward substitution, and the outputs:
-//   u_i = b_i * (v_i - S_0 read_k[i] - sum_{j < i} kk[i, j] u_j)
-//   o_i = scale * (S_0 read_q[i] + sum_{j <= i} qk[i, j] u_j)
+// The unit lower triangular system, by forward substitution, and the outputs. With y_j = key_scale[j] * u_j:
+//   y_i = key_scale[i] * b_i * (v_i - key_scale[i] * (S_0 read_k[i] + sum_{j < i} kk[i, j] y_j))
+//   o_i = query_scale[i] * (S_0 read_q[i] + sum_{j <= i} qk[i, j] y_j)
 // `said`: S_0 read_k, then S_0 read_q; [2 * kChunk, kPanel].
 template <Element E>
-void solve(const HeadTask& task, const Chunk& c, std::int64_t t, int n, int first, const float* said, float* u) {
+void solve(const HeadTask& task, const Chunk& c, std::int64_t t, int n, int first, const float* said, float* y) {
   const std::byte* v = task.v.data + t * task.v.stride + first * bytes_of(E);
   std::byte* out = task.out.data + t * task.out.stride + first * bytes_of(E);
   int valid[kTileVecs];
@@ -79,29 +79,36 @@ void solve(const HeadTask& task, const Chunk& c, std::int64_t t, int n, int firs
     const int left = task.columns - first - j * kWidth;
     valid[j] = left < 0 ? 0 : left < kWidth ? left : kWidth;
   }
-  for (int i = 0; i < n; ++i, v += task.v.stride, out += task.out.stride) {
-    Vec error[kTileVecs];
-    Vec sum[kTileVecs];
+  Vec known[kChunk][kTileVecs];
+#pragma GCC unroll 8
+  for (int i = 0; i < kChunk; ++i) {
+    if (i >= n) break;
+    Vec key_sum[kTileVecs];
+    Vec query_sum[kTileVecs];
     for (int j = 0; j < kTileVecs; ++j) {
-      const float* from = said + i * kPanel + j * kWidth;
-      error[j] = load_part<E>(v + j * kWidth * bytes_of(E), valid[j]) - load(from);
-      sum[j] = load(from + kChunk * kPanel);
+      key_sum[j] = load(said + i * kPanel + j * kWidth);
+      query_sum[j] = load(said + (kChunk + i) * kPanel + j * kWidth);
     }
+#pragma GCC unroll 8
     for (int p = 0; p < i; ++p) {
       const Vec kk = splat(c.pairs[i * kChunk + p]);
       const Vec qk = splat(c.pairs[p * kChunk + i]);
       for (int j = 0; j < kTileVecs; ++j) {
-        const Vec x = load(u + p * kPanel + j * kWidth);
-        error[j] = fnma(kk, x, error[j]);
-        sum[j] = fma(qk, x, sum[j]);
+        key_sum[j] = fma(kk, known[p][j], key_sum[j]);
+        query_sum[j] = fma(qk, known[p][j], query_sum[j]);
       }
     }
+    const Vec key_scale = splat(c.key_scale[i]);
+    const Vec gain = splat(c.key_scale[i] * c.strength[i]);
     for (int j = 0; j < kTileVecs; ++j) {
-      const Vec x = splat(c.strength[i]) * error[j];
-      store(u + i * kPanel + j * kWidth, x);
-      const Vec o = splat(task.scale) * fma(splat(c.pairs[i * kChunk + i]), x, sum[j]);
-      store_part<E>(out + j * kWidth * bytes_of(E), valid[j], o);
+      const Vec value = load_part<E>(v + j * kWidth * bytes_of(E), valid[j]);
+      known[i][j] = gain * fnma(key_scale, key_sum[j], value);
+      store(y + i * kPanel + j * kWidth, known[i][j]);
+      const Vec sum = fma(splat(c.pairs[i * kChunk + i]), known[i][j], query_sum[j]);
+      store_part<E>(out + j * kWidth * bytes_of(E), valid[j], splat(c.query_scale[i]) * sum);
     }
+    v += task.v.stride;
+    out += task.out.stride;
   }
 }
 

@@ -31,9 +31,12 @@ inline Vec fnma(Vec a, Vec b, Vec c) { return {_mm256_fnmadd_ps(a.m, b.m, c.m)};
 inline Vec select_less(Vec a, Vec b, Vec x, Vec y) {
   return {_mm256_blendv_ps(y.m, x.m, _mm256_cmp_ps(a.m, b.m, _CMP_LT_OQ))};
 }
-inline Vec add_exponent(Vec a, Vec n) {
-  return {_mm256_castsi256_ps(_mm256_add_epi32(
-      _mm256_castps_si256(a.m), _mm256_slli_epi32(_mm256_castps_si256(n.m), 23)))};
+inline Vec exp_argument(Vec x) { return x; }
+inline Vec exp_result(Vec p, Vec /*n*/, Vec shifted, Vec x) {
+  const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted.m), 23);
+  const Vec inside = {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.m), exponent))};
+  const Vec upper = select_less(x, splat(88), inside, x + splat(__builtin_inff()));
+  return select_less(x, splat(-87), splat(0), upper);
 }
 
 inline Vec load_bf16(const std::byte* p) {

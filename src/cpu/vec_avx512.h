@@ -31,9 +31,12 @@ inline Vec fnma(Vec a, Vec b, Vec c) { return {_mm512_fnmadd_ps(a.m, b.m, c.m)};
 inline Vec select_less(Vec a, Vec b, Vec x, Vec y) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.m, b.m, _CMP_LT_OQ), y.m, x.m)};
 }
-inline Vec add_exponent(Vec a, Vec n) {
-  return {_mm512_castsi512_ps(_mm512_add_epi32(
-      _mm512_castps_si512(a.m), _mm512_slli_epi32(_mm512_castps_si512(n.m), 23)))};
+inline Vec exp_argument(Vec x) {
+  // A NaN is the second operand, which is what min and max then give.
+  return {_mm512_min_ps(_mm512_set1_ps(200), _mm512_max_ps(_mm512_set1_ps(-200), x.m))};
+}
+inline Vec exp_result(Vec p, Vec n, Vec /*shifted*/, Vec /*x*/) {
+  return {_mm512_scalef_ps(p.m, n.m)};
 }
 
 inline Vec load_bf16(const std::byte* p) {

@@ -44,8 +44,15 @@ inline Vec fma(Vec a, Vec b, Vec c) { return {a.m * b.m + c.m}; }
 inline Vec fnma(Vec a, Vec b, Vec c) { return {c.m - a.m * b.m}; }
 // a < b ? x : y; y where a or b is NaN.
 inline Vec select_less(Vec a, Vec b, Vec x, Vec y) { return {a.m < b.m ? x.m : y.m}; }
-// a * 2^n for normal a and result; n is the integer in the low bits of the float `n`.
-inline Vec add_exponent(Vec a, Vec n) { return of_bits(bits_of(a) + (bits_of(n) << 23)); }
+// For exp() in math.inl. exp_argument may bring x closer to 0 as long as exp_result stays the same.
+inline Vec exp_argument(Vec x) { return x; }
+// p * 2^n, p near 1; 0 and infinity where x lies outside of (-87, 88); NaN where x is. `shifted` has the integer n
+// in its low bits.
+inline Vec exp_result(Vec p, Vec /*n*/, Vec shifted, Vec x) {
+  const Vec inside = of_bits(bits_of(p) + (bits_of(shifted) << 23));
+  const Vec upper = select_less(x, splat(88), inside, x + splat(__builtin_inff()));
+  return select_less(x, splat(-87), splat(0), upper);
+}
 
 inline Vec load_bf16(const std::byte* p) {
   std::uint16_t half[kWidth];
