@@ -4,6 +4,7 @@
 //   cuda_check              the comparisons; exit status 1 if one fails
 //   cuda_check small        the smallest of them only (for the sanitizers)
 //   cuda_check time [reps]  the six headline cases: median of CUDA-graph replays, L2 flushed before each
+//   cuda_check run KIND HEADS SPLIT [runs]  one of them, plainly launched (for a profiler); KIND fixed, mixed, uniform
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -415,27 +416,36 @@ double median_ms(const Case& c, int repeats) {
   return times[times.size() / 2];
 }
 
+Case headline(const std::string& kind, std::int64_t heads, int split) {
+  Case c;
+  c.name = kind + " H " + std::to_string(heads) + " split " + std::to_string(split);
+  c.heads = heads;
+  c.split = split;
+  if (kind == "fixed") c.lengths = {8192}, c.batch = 1;
+  if (kind == "mixed") c.lengths = {1300, 547, 2048, 963, 271, 3063};
+  if (kind == "uniform") c.lengths = std::vector<std::int64_t>(8, 1024);
+  return c;
+}
+
 void time_cases(int repeats) {
-  const std::vector<std::int64_t> mixed = {1300, 547, 2048, 963, 271, 3063};
   for (const std::int64_t heads : {96, 64}) {
-    for (const char* kind : {"fixed-8192", "mixed-8192", "uniform-8x1024"}) {
-      Case c;
-      c.heads = heads;
-      c.name = kind;
-      if (kind[0] == 'f') c.lengths = {8192}, c.batch = 1;
-      if (kind[0] == 'm') c.lengths = mixed;
-      if (kind[0] == 'u') c.lengths = std::vector<std::int64_t>(8, 1024);
+    for (const char* kind : {"fixed", "mixed", "uniform"}) {
       for (const int split : {1, 2}) {
-        if (split == 2 && kind[0] != 'f') continue;
-        c.split = split;
+        if (split == 2 && (kind[0] != 'f' || heads == 96)) continue;
+        const Case c = headline(kind, heads, split);
         const double ms = median_ms(c, repeats);
         const double bytes = 8192.0 * static_cast<double>(heads) * (5 * 256 + 2);
-        std::printf("%-16s H %3d split %d  %.4f ms  %.2f TB/s\n", kind, static_cast<int>(heads), split, ms,
-                    bytes / ms * 1e-9);
+        std::printf("%-24s %.4f ms  %.2f TB/s\n", c.name.c_str(), ms, bytes / ms * 1e-9);
         std::fflush(stdout);
       }
     }
   }
+}
+
+void run_one(const char* kind, int heads, int split, int runs) {
+  Problem p(headline(kind, heads, split));
+  for (int i = 0; i < runs; ++i) run_gpu(p, nullptr);
+  FLASH_KDA_CUDA_CHECK(cudaDeviceSynchronize());
 }
 
 }  // namespace
@@ -445,6 +455,10 @@ int main(int argc, char** argv) {
   try {
     if (mode == "time") {
       time_cases(argc > 2 ? std::atoi(argv[2]) : 20);
+      return 0;
+    }
+    if (mode == "run" && argc >= 5) {
+      run_one(argv[2], std::atoi(argv[3]), std::atoi(argv[4]), argc > 5 ? std::atoi(argv[5]) : 3);
       return 0;
     }
     int failed = 0;

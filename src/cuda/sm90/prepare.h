@@ -53,7 +53,7 @@ template <int kStateGroups>
 struct PrepareRole {
   using Layout = SharedLayout<kStateGroups>;
   static constexpr int kValueBlocks = kValueDim / (kStateGroups * kGroupValues);
-  static constexpr int kRowsAtOnce = 4;
+  static constexpr int kRowsAtOnce = Roles<kStateGroups>::kPrepareRows;
 
   const ForwardParams& params;
   SharedAddress base;

@@ -172,6 +172,7 @@ struct StateRole {
     if (pending) hand_over_output(output, at.n - 1);
     FLASH_KDA_UNROLL
     for (float& x : state) x *= kUnboost;
+    wgmma_touch(state);  // here, in the product's shadow, not where the compiler would rather have it
 
     barrier_wait(slot_barrier(Layout::kValueLoaded, at.n), (at.n / kValueSlots) & 1);
     std::uint32_t operand[8];

@@ -89,11 +89,16 @@ template <int kStateGroups>
 struct Roles {
   static constexpr int kWarpgroups = kStateGroups + kPrepareGroups + 1;
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
-  // Registers a thread after the roles have parted; they fill the register file of 64 K.
+  // Registers a thread after the roles have parted. The pool is what the launch took: all threads times the most that
+  // the register file of 64 K allows each, in steps of 8. Asking for more than the pool holds waits for ever.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kStateRegisters = kStateGroups == 2 ? 168 : 208;
-  static constexpr int kPrepareRegisters = kStateGroups == 2 ? 56 : 96;
+  static constexpr int kPrepareRegisters = kStateGroups == 2 ? 40 : 96;
   static constexpr int kSolveRegisters = kStateGroups == 2 ? 64 : 112;
-  static_assert(kStateGroups * kStateRegisters + kPrepareGroups * kPrepareRegisters + kSolveRegisters <= 512);
+  static_assert(kStateGroups * kStateRegisters + kPrepareGroups * kPrepareRegisters + kSolveRegisters <=
+                kWarpgroups * kLaunchRegisters);
+  // Rows of k, q, g that a prepare warp has in registers at once.
+  static constexpr int kPrepareRows = kStateGroups == 2 ? 2 : 4;
 };
 
 }  // namespace flash_kda::sm90
