@@ -6,9 +6,8 @@
 namespace flash_kda::python {
 namespace {
 
-// Programs use a handful of array types; a program that makes types without end must not fill
-// memory.
-constexpr std::size_t kMostTypes = 256;
+// Programs use a handful of array types; one that makes types without end must not fill memory.
+constexpr std::size_t kMostTypes = 64;
 
 const dlpack::ExchangeApi* exchange_api(nb::handle type) {
   nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
@@ -57,13 +56,17 @@ bool is_subclass(nb::handle type, const nb::object& base) {
 
 ArrayTypes::ArrayTypes() : requires_grad_(nb::steal(PyUnicode_InternFromString("requires_grad"))) {}
 
-const ArrayType& ArrayTypes::of(nb::handle object) {
+const ArrayType& ArrayTypes::of(nb::handle object, ArrayType& scratch) {
   const nb::handle type = object.type();
+  if (last_ != nullptr && last_->type.is(type)) return *last_;  // one call, one type: the rule
   const auto found = types_.find(type.ptr());
-  if (found != types_.end()) return found->second;
-  ArrayType entry = classify(type);  // runs Python code; the table is not touched meanwhile
-  if (types_.size() >= kMostTypes) types_.clear();
-  return types_.insert_or_assign(type.ptr(), std::move(entry)).first->second;
+  if (found != types_.end()) {
+    last_ = &found->second;
+    return *last_;
+  }
+  scratch = classify(type);  // runs Python code, which may well call us
+  if (types_.size() < kMostTypes) types_.emplace(type.ptr(), scratch);
+  return scratch;
 }
 
 ArrayType ArrayTypes::classify(nb::handle type) {
@@ -110,9 +113,9 @@ void ArrayTypes::load_torch() {
   if (torch_.is_grad_enabled.is_valid()) return;
   const nb::object torch = nb::module_::import_("torch");
   const nb::object internals = torch.attr("_C");
-  // These are torch's private names; a torch without them loses only the modes they tell of.
-  for (const char* name :
-       {"_len_torch_dispatch_stack", "_is_tracing", "_are_functorch_transforms_active"}) {
+  // These are torch's private names; a torch without them loses only the modes they tell of. (The
+  // wrappers of torch.func need no question: they have no memory to export, which is an error.)
+  for (const char* name : {"_len_torch_dispatch_stack", "_is_tracing"}) {
     nb::object hook = attribute(internals, name);
     if (hook.is_valid()) torch_.interpreters.push_back(std::move(hook));
   }

@@ -46,7 +46,8 @@ class ArrayTypes {
  public:
   ArrayTypes();
 
-  const ArrayType& of(nb::handle object);
+  // The answer lies in the table, for good, or (when that is full) in `scratch`.
+  const ArrayType& of(nb::handle object, ArrayType& scratch);
 
   const TorchHooks& torch() const { return torch_; }
   // The attribute name "requires_grad", interned.
@@ -56,7 +57,8 @@ class ArrayTypes {
   ArrayType classify(nb::handle type);
   void load_torch();
 
-  std::unordered_map<PyObject*, ArrayType> types_;
+  std::unordered_map<PyObject*, ArrayType> types_;  // only grows, to a limit: entries stay put
+  const ArrayType* last_ = nullptr;
   TorchHooks torch_;
   nb::object requires_grad_;
 };

@@ -47,10 +47,11 @@ std::string text_of(nb::handle object) { return nb::cast<std::string>(nb::str(ob
                    class_name(object) + " does not give it: " + text);
 }
 
-// The text of the Python error that is set; clears it.
+// The first line of the Python error that is set (torch adds its C++ stack below); clears it.
 std::string take_error() {
-  nb::python_error error;
-  return text_of(error.value());
+  const nb::python_error error;
+  const std::string text = text_of(error.value());
+  return text.substr(0, text.find('\n'));
 }
 
 DType dtype_of(const char* name, dlpack::DataType type) {
@@ -97,9 +98,8 @@ void check_rank(const char* name, std::int64_t rank) {
   }
 }
 
-TensorView view_of(const char* name, const dlpack::Tensor& tensor) {
+void fill(const char* name, const dlpack::Tensor& tensor, TensorView& view) {
   check_rank(name, tensor.ndim);
-  TensorView view;
   view.dtype = dtype_of(name, tensor.dtype);
   view.device = device_of(name, tensor.device);
   view.rank = tensor.ndim;
@@ -112,36 +112,49 @@ TensorView view_of(const char* name, const dlpack::Tensor& tensor) {
   }
   view.data =
       tensor.data == nullptr ? nullptr : static_cast<std::byte*>(tensor.data) + tensor.byte_offset;
-  return view;
 }
 
 }  // namespace
 
-TensorView ArrayReader::read(const char* name, nb::handle object, Access access, bool optional) {
-  if (needs_dispatcher_ || (optional && object.is_none())) return {};
-  const ArrayType& type = types_.of(object);
+void ArrayReader::read(const char* name, nb::handle object, Access access, bool optional,
+                       TensorView& view) {
+  if (needs_dispatcher_ || (optional && object.is_none())) return;
+  ArrayType scratch;
+  const ArrayType& type = types_.of(object, scratch);
   if (type.family == Family::kTorch) {
     if (!inside_dispatcher_) check_torch(name, object);
     if (access == Access::kWrite) written_.push_back(object);
   }
   if (type.family == Family::kJax && access == Access::kWrite) throw_read_only(name);
-  switch (type.protocol) {
-    case Protocol::kExchange:
-      return needs_dispatcher_ ? TensorView() : read_exchange(name, object, type);
-    case Protocol::kArrayStruct:
-      return read_array_struct(name, object, access);
-    case Protocol::kDlpack:
-      return needs_dispatcher_ ? TensorView() : read_dlpack(name, object, type, access);
-    case Protocol::kDispatch:
-      if (inside_dispatcher_) return read_dlpack(name, object, type, access);
-      needs_dispatcher_ = true;
-      return {};
-    case Protocol::kNone:
-      break;
+
+  Protocol protocol = type.protocol;
+  if (protocol == Protocol::kDispatch) {
+    needs_dispatcher_ |= !inside_dispatcher_;
+    protocol = Protocol::kDlpack;
   }
-  throw TypeError(std::string(name) + ": expected an array (torch.Tensor, numpy.ndarray, or any " +
-                  "other that speaks DLPack)" + (optional ? " or None" : "") + ", got " +
-                  (object.is_none() ? "None" : class_name(object)));
+  if (needs_dispatcher_) return;
+  switch (protocol) {
+    case Protocol::kExchange: {
+      dlpack::Tensor tensor{};
+      if (type.exchange->export_borrowed(object.ptr(), &tensor) != 0) {
+        throw_unreadable(name, object, take_error());
+      }
+      fill(name, tensor, view);
+      return;
+    }
+    case Protocol::kArrayStruct:
+      read_array_struct(name, object, access, view);
+      return;
+    case Protocol::kDlpack:
+      fill(name, export_dlpack(name, object, type, access), view);
+      return;
+    default:
+      throw TypeError(std::string(name) +
+                      ": expected an array (torch.Tensor, numpy.ndarray, or any other that speaks "
+                      "DLPack)" +
+                      (optional ? " or None" : "") + ", got " +
+                      (object.is_none() ? "None" : class_name(object)));
+  }
 }
 
 // Modes are asked once a call, gradients for each argument.
@@ -166,22 +179,14 @@ void ArrayReader::check_torch(const char* name, nb::handle object) {
   }
 }
 
-TensorView ArrayReader::read_exchange(const char* name, nb::handle object, const ArrayType& type) {
-  dlpack::Tensor tensor{};
-  if (type.exchange->export_borrowed(object.ptr(), &tensor) != 0) {
-    throw_unreadable(name, object, take_error());
-  }
-  return view_of(name, tensor);
-}
-
-TensorView ArrayReader::read_array_struct(const char* name, nb::handle object, Access access) {
+void ArrayReader::read_array_struct(const char* name, nb::handle object, Access access,
+                                    TensorView& view) {
   nb::object capsule = nb::getattr(object, "__array_struct__");
   const auto* array = static_cast<const ArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
   if (array == nullptr) throw nb::python_error();
   if (array->two != 2) throw_unreadable(name, object, "__array_struct__ has an unknown version");
   check_rank(name, array->nd);
 
-  TensorView view;
   const bool is_float = array->kind == 'f' && array->itemsize >= 2;  // one byte: ml_dtypes' float8
   if ((is_float || array->kind == 'i') && array->itemsize <= 8) {
     const dlpack::TypeCode code = is_float ? dlpack::kFloat : dlpack::kInt;
@@ -215,7 +220,6 @@ TensorView ArrayReader::read_array_struct(const char* name, nb::handle object, A
                      std::to_string(array->itemsize) + " bytes, got an unaligned pointer");
   }
   keep_alive_.push_back(std::move(capsule));
-  return view;
 }
 
 const dlpack::Tensor& ArrayReader::export_dlpack(const char* name, nb::handle object,
@@ -273,13 +277,9 @@ const dlpack::Tensor& ArrayReader::export_dlpack(const char* name, nb::handle ob
   return *tensor;
 }
 
-TensorView ArrayReader::read_dlpack(const char* name, nb::handle object, const ArrayType& type,
-                                    Access access) {
-  return view_of(name, export_dlpack(name, object, type, access));
-}
-
 void* ArrayReader::data_of_bytes(nb::handle array) {
-  const ArrayType& type = types_.of(array);
+  ArrayType scratch;
+  const ArrayType& type = types_.of(array, scratch);
   if (type.protocol == Protocol::kArrayStruct) {
     const nb::object capsule = nb::getattr(array, "__array_struct__");
     return static_cast<const ArrayStruct*>(PyCapsule_GetPointer(capsule.ptr(), nullptr))->data;
@@ -295,9 +295,14 @@ void ArrayReader::mark_written() {
   types_.torch().increment_version(tensors);
 }
 
+ArrayType ArrayReader::leader_type() {
+  ArrayType scratch;
+  return types_.of(leader_, scratch);
+}
+
 void* ArrayReader::stream(Device device) {
   if (stream_known_ || device.type != DeviceType::kCuda) return stream_;
-  const ArrayType& type = types_.of(leader_);
+  const ArrayType type = leader_type();
   if (type.exchange != nullptr) {
     if (type.exchange->current_stream(dlpack::kCuda, device.index, &stream_) != 0) {
       throw nb::python_error();

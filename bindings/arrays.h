@@ -25,10 +25,10 @@ class ArrayReader {
   ArrayReader(const ArrayReader&) = delete;
   ArrayReader& operator=(const ArrayReader&) = delete;
 
-  // `name` is the argument's, for messages. None gives an undefined view if `optional`.
+  // `name` is the argument's, for messages. None leaves `view` undefined if `optional`.
   // Throws TypeError (not an array), ValueError (dtype, strides, read-only), NotImplementedError
   // (device, gradient).
-  TensorView read(const char* name, nb::handle object, Access access, bool optional);
+  void read(const char* name, nb::handle object, Access access, bool optional, TensorView& view);
 
   // True when an argument, or a mode that is active, belongs to torch's dispatcher: the views read
   // so far are then incomplete, and the call must go through torch.ops.
@@ -44,12 +44,10 @@ class ArrayReader {
   void mark_written();
 
   nb::handle leader() const { return leader_; }
-  const ArrayType& leader_type() { return types_.of(leader_); }
+  ArrayType leader_type();
 
  private:
-  TensorView read_exchange(const char* name, nb::handle object, const ArrayType& type);
-  TensorView read_array_struct(const char* name, nb::handle object, Access access);
-  TensorView read_dlpack(const char* name, nb::handle object, const ArrayType& type, Access access);
+  void read_array_struct(const char* name, nb::handle object, Access access, TensorView& view);
   const dlpack::Tensor& export_dlpack(const char* name, nb::handle object, const ArrayType& type,
                                       Access access);
   void check_torch(const char* name, nb::handle object);

@@ -80,8 +80,7 @@ void read_arrays(ArrayReader& reader, const ArrayObjects& objects, ForwardArgs& 
   for (std::size_t i = 0; i < kArrayCount; ++i) {
     const ArrayArgument& argument = kArrayArguments[i];
     if (argument.optional && objects[i].is_none()) continue;
-    args.*argument.view =
-        reader.read(argument.name, objects[i], argument.access, argument.optional);
+    reader.read(argument.name, objects[i], argument.access, argument.optional, args.*argument.view);
     if (reader.needs_dispatcher()) return;
   }
 }

@@ -25,7 +25,7 @@ Workspace::Workspace(ArrayReader& arrays, const ForwardPlan& plan, Device device
   if (plan.workspace_bytes == 0) return;
   // No allocator promises our alignment, so we ask for room to align ourselves.
   const std::size_t bytes = plan.workspace_bytes + plan.workspace_alignment - 1;
-  const ArrayType& type = arrays.leader_type();
+  const ArrayType type = arrays.leader_type();
   if (type.exchange != nullptr && type.exchange->allocate != nullptr) {
     take_exchange(*type.exchange, bytes, device);
   } else {

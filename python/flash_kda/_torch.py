@@ -77,6 +77,8 @@ class _Torch:
     """See `flash_kda._arrays.Library`."""
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        if shape == like.shape:  # the quickest of torch's ways
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def empty_float32(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

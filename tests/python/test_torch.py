@@ -324,11 +324,26 @@ def test_jit_trace_records_the_call():
     assert torch.equal(traced(other), flash_kda.chunk_kda(other, t.k, t.v, t.g, t.beta)[0])
 
 
-def test_vmap_is_loud():
+@pytest.mark.parametrize("transform", ["vmap", "grad", "functionalize"])
+def test_wrappers_of_torch_func_are_loud_or_right(transform):
     t = torch_problem(F32)
-    stacked = torch.stack([t.q, t.q + 1])
-    with pytest.raises(Exception, match=r"(?i)vmap|batch"):
-        torch.vmap(lambda q: flash_kda.chunk_kda(q, t.k, t.v, t.g, t.beta)[0])(stacked)
+    want = flash_kda.chunk_kda(t.q, t.k, t.v, t.g, t.beta)[0]
+
+    def call(q):
+        return flash_kda.chunk_kda(q, t.k, t.v, t.g, t.beta)[0]
+
+    if transform == "vmap":
+        with pytest.raises(ValueError, match="^q: .*does not give it"):
+            torch.vmap(call)(torch.stack([t.q, t.q + 1]))
+    elif transform == "grad":
+        with pytest.raises(NotImplementedError, match="^q: .*requires_grad"):
+            torch.func.grad(lambda q: call(q).sum())(t.q)
+    else:
+        try:
+            got = torch.func.functionalize(call)(t.q)
+        except (ValueError, RuntimeError):
+            return
+        assert torch.equal(got, want)
 
 
 def test_counting_mode_sees_the_call():
