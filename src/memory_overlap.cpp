@@ -14,24 +14,6 @@ namespace {
 
 using Wide = __int128;  // products of two 64-bit numbers
 
-// Addresses [first, last] in bytes.
-struct Range {
-  Wide first = 0;
-  Wide last = -1;
-};
-
-Range range_of(const TensorView& view) {
-  const auto base = static_cast<Wide>(reinterpret_cast<std::uintptr_t>(view.data));
-  Range range{base, base + size_of(view.dtype) - 1};
-  for (std::size_t axis = 0; axis < static_cast<std::size_t>(view.rank); ++axis) {
-    if (view.shape[axis] == 0) return {};
-    const Wide reach =
-        static_cast<Wide>(view.shape[axis] - 1) * view.stride[axis] * size_of(view.dtype);
-    (reach < 0 ? range.first : range.last) += reach;
-  }
-  return range;
-}
-
 // sum(step * x) over 0 <= x <= bound.
 struct Term {
   std::int64_t step = 0;
@@ -106,21 +88,41 @@ class Equation {
 }  // namespace
 
 bool addressable(const TensorView& view) {
-  constexpr Wide kMax = std::numeric_limits<std::int64_t>::max();
-  Wide elements = 1;
-  Wide reach = 0;
+  const std::int64_t size = size_of(view.dtype);
+  std::int64_t bytes = size;  // of all elements, were they dense
+  std::int64_t below = 0;     // bytes from the first element down and up to the others
+  std::int64_t above = size - 1;
+  bool overflow = false;
   for (std::size_t axis = 0; axis < static_cast<std::size_t>(view.rank); ++axis) {
     const std::int64_t extent = view.shape[axis];
     if (extent == 0) return true;
-    const Wide step = (extent - 1) * static_cast<Wide>(view.stride[axis]);
-    elements *= extent;
-    reach += step < 0 ? -step : step;
-    if (elements > kMax || reach > kMax) return false;
+    std::int64_t reach = 0;
+    overflow |= __builtin_mul_overflow(bytes, extent, &bytes);
+    overflow |= __builtin_mul_overflow(extent - 1, view.stride[axis], &reach);
+    overflow |= __builtin_mul_overflow(reach, size, &reach);
+    std::int64_t& side = reach < 0 ? below : above;
+    overflow |= __builtin_add_overflow(side, reach, &side);
   }
-  const Range range = range_of(view);
-  return elements * size_of(view.dtype) <= kMax && range.last - range.first < kMax &&
-         range.first >= 0 &&
-         range.last <= static_cast<Wide>(std::numeric_limits<std::uintptr_t>::max());
+  std::int64_t span = 0;
+  overflow |= __builtin_sub_overflow(above, below, &span);
+  const auto base = reinterpret_cast<std::uintptr_t>(view.data);
+  const std::uintptr_t room_above = std::numeric_limits<std::uintptr_t>::max() - base;
+  return !overflow && static_cast<std::uintptr_t>(above) <= room_above &&
+         std::uintptr_t{0} - static_cast<std::uintptr_t>(below) <= base;
+}
+
+ByteRange byte_range(const TensorView& view) {
+  const std::int64_t size = size_of(view.dtype);
+  ByteRange range;
+  range.first = reinterpret_cast<std::uintptr_t>(view.data);
+  range.last = range.first + static_cast<std::uintptr_t>(size - 1);
+  for (std::size_t axis = 0; axis < static_cast<std::size_t>(view.rank); ++axis) {
+    if (view.shape[axis] == 0) return {};
+    if (view.shape[axis] == 1) continue;
+    const std::int64_t reach = (view.shape[axis] - 1) * view.stride[axis] * size;
+    (reach < 0 ? range.first : range.last) += static_cast<std::uintptr_t>(reach);
+  }
+  return range;
 }
 
 bool distinct_elements(const TensorView& view) {
@@ -142,10 +144,9 @@ bool distinct_elements(const TensorView& view) {
 }
 
 bool overlap(const TensorView& a, const TensorView& b) {
-  const Range ra = range_of(a);
-  const Range rb = range_of(b);
-  if (ra.last < ra.first || rb.last < rb.first) return false;
-  if (ra.last < rb.first || rb.last < ra.first) return false;
+  const ByteRange ra = byte_range(a);
+  const ByteRange rb = byte_range(b);
+  if (!ra.meets(rb)) return false;
   // a.first + (offset in a) + (byte in a) == b.first + (offset in b) + (byte in b). With every step
   // made positive and b's offsets counted down from b's end, all terms stand on one side:
   //   sum over a and over b of step * x == b.last - a.first.
@@ -159,7 +160,7 @@ bool overlap(const TensorView& a, const TensorView& b) {
     }
     equation.add(1, size - 1);
   }
-  return equation.solvable(rb.last - ra.first);
+  return equation.solvable(static_cast<Wide>(rb.last) - static_cast<Wide>(ra.first));
 }
 
 bool same_layout(const TensorView& a, const TensorView& b) {

@@ -311,7 +311,8 @@ struct Named {
 // Outputs have memory of their own, but for states that share one pool: there the slots decide
 // (validate_contents).
 void check_memory(const ForwardArgs& args) {
-  const std::array<Named, 12> inputs{{{"q", &args.q},
+  constexpr std::size_t kFirstState = 13, kFirstOutput = 14, kOut = 16;
+  const std::array<Named, 17> arrays{{{"q", &args.q},
                                       {"k", &args.k},
                                       {"v", &args.v},
                                       {"g", &args.g},
@@ -322,29 +323,29 @@ void check_memory(const ForwardArgs& args) {
                                       {"initial_state_indices", &args.initial_state_indices},
                                       {"final_state_indices", &args.final_state_indices},
                                       {"checkpoint_sequences", &args.checkpoint_sequences},
-                                      {"checkpoint_positions", &args.checkpoint_positions}}};
-  const std::array<Named, 5> rest{{{"checkpoint_slots", &args.checkpoint_slots},
-                                   {"initial_state", &args.initial_state},
-                                   {"final_state", &args.final_state},
-                                   {"checkpoint_states", &args.checkpoint_states},
-                                   {"out", &args.out}}};
-  const std::array<const Named*, 3> outputs{&rest[2], &rest[3], &rest[4]};
-  for (const Named* output : outputs) {
-    if (!output->view->defined()) continue;
-    if (!distinct_elements(*output->view)) {
-      reject(output->argument, "memory of its own for every element", strides(*output->view));
+                                      {"checkpoint_positions", &args.checkpoint_positions},
+                                      {"checkpoint_slots", &args.checkpoint_slots},
+                                      {"initial_state", &args.initial_state},
+                                      {"final_state", &args.final_state},
+                                      {"checkpoint_states", &args.checkpoint_states},
+                                      {"out", &args.out}}};
+  // Nearly always whole ranges lie apart, so each is computed once and the exact question is seldom
+  // asked.
+  std::array<ByteRange, arrays.size()> ranges;
+  for (std::size_t i = 0; i < arrays.size(); ++i) {
+    if (arrays[i].view->defined()) ranges[i] = byte_range(*arrays[i].view);
+  }
+  for (std::size_t o = kFirstOutput; o < arrays.size(); ++o) {
+    const TensorView& output = *arrays[o].view;
+    if (!output.defined()) continue;
+    if (!distinct_elements(output)) {
+      reject(arrays[o].argument, "memory of its own for every element", strides(output));
     }
-    for (const Named& input : inputs) {
-      if (input.view->defined() && overlap(*output->view, *input.view))
-        reject_overlap(*output, input);
-    }
-    for (const Named& other : rest) {
-      if (other.view == output->view || !other.view->defined()) continue;
-      if (same_layout(*output->view, *other.view) && output->view != &args.out &&
-          other.view != &args.out) {
-        continue;
-      }
-      if (overlap(*output->view, *other.view)) reject_overlap(*output, other);
+    for (std::size_t i = 0; i < arrays.size(); ++i) {
+      if (i == o || !ranges[o].meets(ranges[i])) continue;
+      const bool pool =
+          i >= kFirstState && i != kOut && o != kOut && same_layout(output, *arrays[i].view);
+      if (!pool && overlap(output, *arrays[i].view)) reject_overlap(arrays[o], arrays[i]);
     }
   }
 }
