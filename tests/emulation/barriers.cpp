@@ -23,15 +23,21 @@ std::string describe_transaction(const Thread& thread) {
 
 }  // namespace
 
-void NamedBarriers::release(Barrier& barrier) {
-  for (Thread* thread : barrier.waiting) scheduler_.wake(*thread);
+void NamedBarriers::release(Barrier& barrier, const Thread* last) {
+  std::vector<int> threads;
+  for (Thread* thread : barrier.waiting) {
+    threads.push_back(thread->index);
+    scheduler_.wake(*thread);
+  }
+  if (last != nullptr) threads.push_back(last->index);
+  clocks_.meet(threads);
   barrier.waiting.clear();
 }
 
 void NamedBarriers::sync_block() {
   Barrier& barrier = barriers_[0];
   if (static_cast<int>(barrier.waiting.size()) + 1 == scheduler_.live()) {
-    release(barrier);
+    release(barrier, &scheduler_.current());
     scheduler_.maybe_preempt();
     return;
   }
@@ -42,7 +48,7 @@ void NamedBarriers::sync_block() {
 void NamedBarriers::thread_done() {
   Barrier& barrier = barriers_[0];
   if (!barrier.waiting.empty() && static_cast<int>(barrier.waiting.size()) == scheduler_.live()) {
-    release(barrier);
+    release(barrier, nullptr);
   }
 }
 
@@ -63,7 +69,7 @@ void NamedBarriers::sync(int id, int threads) {
   }
   barrier.threads = threads;
   if (static_cast<int>(barrier.waiting.size()) + 1 == threads) {
-    release(barrier);
+    release(barrier, &scheduler_.current());
     scheduler_.maybe_preempt();
     return;
   }
@@ -79,7 +85,13 @@ void TransactionBarriers::init(SharedAddress a, int arrivals) {
   memory_.make_barrier(a);  // fails if it already is one
   Barrier barrier;
   barrier.arrivals = barrier.pending = arrivals;
+  barrier.index = static_cast<int>(barriers_.size());
+  if (barrier.index >= Clocks::kMaxBarriers) {
+    scheduler_.fail(
+        format("barrier_init: the emulation has room for %d barriers", Clocks::kMaxBarriers));
+  }
   barrier.initialiser = scheduler_.current().index;
+  barrier.initialised = clocks_.now(barrier.initialiser);
   barriers_[a] = barrier;
 }
 
@@ -95,6 +107,10 @@ TransactionBarriers::Barrier& TransactionBarriers::find(const char* operation, S
     scheduler_.fail(format("%s: shared address 0x%x (base + %u) is not a barrier", operation, a,
                            a - kSharedBase));
   }
+  if (!clocks_.ordered(found->second.initialised, scheduler_.current().index)) {
+    scheduler_.fail(format("%s: no barrier orders the barrier_init of 0x%x (base + %u) before this",
+                           operation, a, a - kSharedBase));
+  }
   return found->second;
 }
 
@@ -104,6 +120,7 @@ void TransactionBarriers::arrive(const char* operation, SharedAddress a, Barrier
                            operation, a, a - kSharedBase, barrier.arrivals));
   }
   barrier.pending -= 1;
+  clocks_.release(scheduler_.current().index, barrier.arrived);
   complete_if_due(a, barrier);
 }
 
@@ -134,6 +151,10 @@ void TransactionBarriers::complete_if_due(SharedAddress a, Barrier& barrier) {
                barrier.woken.front()->index, static_cast<long long>(barrier.phase - 1)));
   }
   barrier.phase += 1;
+  Clocks::join(barrier.completed, barrier.arrived);
+  barrier.arrived.fill(0);
+  barrier.completed[static_cast<std::size_t>(Clocks::deliveries(barrier.index))] =
+      static_cast<std::uint32_t>(barrier.phase);
   barrier.pending = barrier.arrivals;
   for (Thread* thread : barrier.waiting) scheduler_.wake(*thread);
   barrier.woken.swap(barrier.waiting);
@@ -144,17 +165,19 @@ void TransactionBarriers::wait(SharedAddress a, int parity) {
   if (parity != 0 && parity != 1) {
     scheduler_.fail(format("barrier_wait: parity: expected 0 or 1, got %d", parity));
   }
+  Thread& thread = scheduler_.current();
   if ((barrier.phase & 1) != parity) {
+    clocks_.acquire(thread.index, barrier.completed);
     scheduler_.maybe_preempt();
     return;
   }
-  Thread& thread = scheduler_.current();
   barrier.waiting.push_back(&thread);
   scheduler_.wait("barrier_wait", &describe_transaction, a, parity);
   barrier.woken.erase(std::find(barrier.woken.begin(), barrier.woken.end(), &thread));
+  clocks_.acquire(thread.index, barrier.completed);
 }
 
-void TransactionBarriers::announce(const char* operation, SharedAddress a, int bytes) {
+Epoch TransactionBarriers::announce(const char* operation, SharedAddress a, int bytes) {
   Barrier& barrier = find(operation, a);
   if (!barrier.visible) {
     scheduler_.fail(
@@ -170,6 +193,8 @@ void TransactionBarriers::announce(const char* operation, SharedAddress a, int b
                operation, bytes, a, a - kSharedBase, static_cast<long long>(barrier.expected),
                static_cast<long long>(barrier.announced - bytes)));
   }
+  return {static_cast<std::uint16_t>(Clocks::deliveries(barrier.index)),
+          static_cast<std::uint32_t>(barrier.phase + 1)};
 }
 
 void TransactionBarriers::deliver(SharedAddress a, int bytes) {

@@ -6,6 +6,7 @@
 #include <map>
 #include <vector>
 
+#include "emulation/clocks.h"
 #include "emulation/scheduler.h"
 #include "emulation/shared_memory.h"
 
@@ -13,7 +14,7 @@ namespace flash_kda::emulation {
 
 class NamedBarriers {
  public:
-  explicit NamedBarriers(Scheduler& scheduler) : scheduler_(scheduler) {}
+  NamedBarriers(Scheduler& scheduler, Clocks& clocks) : scheduler_(scheduler), clocks_(clocks) {}
 
   void sync_block();
   void sync(int id, int threads);
@@ -27,16 +28,18 @@ class NamedBarriers {
     std::vector<Thread*> waiting;
   };
 
-  void release(Barrier& barrier);
+  // All who wait, and `last` unless it is null, go on.
+  void release(Barrier& barrier, const Thread* last);
 
   Scheduler& scheduler_;
+  Clocks& clocks_;
   std::array<Barrier, kBarriers> barriers_;
 };
 
 class TransactionBarriers {
  public:
-  TransactionBarriers(Scheduler& scheduler, SharedMemory& memory)
-      : scheduler_(scheduler), memory_(memory) {}
+  TransactionBarriers(Scheduler& scheduler, Clocks& clocks, SharedMemory& memory)
+      : scheduler_(scheduler), clocks_(clocks), memory_(memory) {}
 
   void init(SharedAddress a, int arrivals);
   void fence_init();
@@ -44,8 +47,9 @@ class TransactionBarriers {
   void arrive_expect(SharedAddress a, int bytes);
   void wait(SharedAddress a, int parity);
 
-  // The copy engine: `bytes` are under way for this barrier; they have come.
-  void announce(const char* operation, SharedAddress a, int bytes);
+  // The copy engine: `bytes` are under way for this barrier, and will have been written at the
+  // epoch that announce gives; they have come.
+  Epoch announce(const char* operation, SharedAddress a, int bytes);
   void deliver(SharedAddress a, int bytes);
 
  private:
@@ -55,8 +59,12 @@ class TransactionBarriers {
     std::int64_t expected = 0;   // bytes still to come
     std::int64_t announced = 0;  // of which under way
     std::int64_t phase = 0;      // the one that is not complete
+    int index = 0;               // in the order of initialisation
     int initialiser = 0;
-    bool visible = false;  // to the copy engine
+    Epoch initialised;
+    bool visible = false;        // to the copy engine
+    Clocks::Vector arrived{};    // what those who arrived in this phase knew
+    Clocks::Vector completed{};  // the same of all complete phases
     std::vector<Thread*> waiting;
     std::vector<Thread*> woken;  // by the last phase, not run since
   };
@@ -66,6 +74,7 @@ class TransactionBarriers {
   void complete_if_due(SharedAddress a, Barrier& barrier);
 
   Scheduler& scheduler_;
+  Clocks& clocks_;
   SharedMemory& memory_;
   std::map<SharedAddress, Barrier> barriers_;
 };

@@ -30,11 +30,12 @@ Block::Block(int index, int blocks, int threads, std::size_t shared_bytes, std::
              const FiberStacks& stacks)
     : grid_blocks(blocks),
       scheduler(index, threads, seed, stacks),
-      memory(scheduler, shared_bytes),
-      named_barriers(scheduler),
-      barriers(scheduler, memory),
-      copies(scheduler, memory, barriers),
-      products(scheduler, memory) {}
+      clocks(threads),
+      memory(scheduler, clocks, shared_bytes),
+      named_barriers(scheduler, clocks),
+      barriers(scheduler, clocks, memory),
+      copies(scheduler, clocks, memory, barriers),
+      products(scheduler, clocks, memory) {}
 
 void Block::run(const std::function<void()>& body) {
   const Running running(this);

@@ -7,6 +7,7 @@
 
 #include "emulation/barriers.h"
 #include "emulation/bulk_copy.h"
+#include "emulation/clocks.h"
 #include "emulation/scheduler.h"
 #include "emulation/shared_memory.h"
 #include "emulation/warpgroup_products.h"
@@ -22,6 +23,7 @@ struct Block {
 
   int grid_blocks;
   Scheduler scheduler;
+  Clocks clocks;
   SharedMemory memory;
   NamedBarriers named_barriers;
   TransactionBarriers barriers;

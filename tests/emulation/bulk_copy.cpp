@@ -74,8 +74,10 @@ TensorMap make_tensor_map(const void* data, const std::array<std::int64_t, 4>& s
   return {const_cast<void*>(data), sizes, strides, box};
 }
 
-CopyEngine::CopyEngine(Scheduler& scheduler, SharedMemory& memory, TransactionBarriers& barriers)
+CopyEngine::CopyEngine(Scheduler& scheduler, Clocks& clocks, SharedMemory& memory,
+                       TransactionBarriers& barriers)
     : scheduler_(scheduler),
+      clocks_(clocks),
       memory_(memory),
       barriers_(barriers),
       stores_(static_cast<std::size_t>(scheduler.threads())) {}
@@ -94,8 +96,8 @@ void CopyEngine::load(SharedAddress to, const TensorMap* map, SharedAddress barr
                       const Coordinates& at) {
   check("tensor_load", to, map);
   const int bytes = map->rows() * kSwizzleRowBytes;
-  barriers_.announce("tensor_load", barrier, bytes);
-  memory_.begin_store_async("tensor_load", to, bytes);
+  const Epoch arrival = barriers_.announce("tensor_load", barrier, bytes);
+  memory_.start_write("tensor_load", arrival, to, bytes);
   loads_.push_back({to, barrier, map, at});
   scheduler_.maybe_preempt();
 }
@@ -123,7 +125,7 @@ void CopyEngine::deliver(std::size_t index) {
     }
     for (int byte = 0; byte < kSwizzleRowBytes; byte += kChunkBytes) {
       const auto a = load.to + static_cast<SharedAddress>(row * kSwizzleRowBytes + byte);
-      memory_.store_async(swizzle(a), contents + byte, kChunkBytes);
+      memory_.finish_write(swizzle(a), contents + byte, kChunkBytes);
     }
   });
   barriers_.deliver(load.barrier, load.map->rows() * kSwizzleRowBytes);
@@ -133,10 +135,10 @@ void CopyEngine::store(SharedAddress from, const TensorMap* map, const Coordinat
   check("tensor_store", from, map);
   Store store{from, map, at, {}};
   store.contents.resize(static_cast<std::size_t>(map->rows()) * kSwizzleRowBytes);
-  memory_.load_async("tensor_store", from, store.contents.data(),
+  const int thread = scheduler_.current().index;
+  memory_.start_read("tensor_store", clocks_.known(thread), from, store.contents.data(),
                      static_cast<int>(store.contents.size()));
-  const auto thread = static_cast<std::size_t>(scheduler_.current().index);
-  stores_[thread].open.push_back(std::move(store));
+  stores_[static_cast<std::size_t>(thread)].open.push_back(std::move(store));
   scheduler_.maybe_preempt();
 }
 
@@ -156,8 +158,9 @@ void CopyEngine::wait_read(const char* operation, int pending) {
 }
 
 void CopyEngine::finish(const char* operation, const Store& store) {
-  if (!memory_.same_async(store.from, store.contents.data(),
-                          static_cast<int>(store.contents.size()))) {
+  const int thread = scheduler_.current().index;
+  if (!memory_.finish_read("tensor_store", clocks_.known(thread), clocks_.now(thread), store.from,
+                           store.contents.data(), static_cast<int>(store.contents.size()))) {
     scheduler_.fail(
         format("%s: shared memory at 0x%x (base + %u) has changed since the "
                "tensor_store that reads it was issued",

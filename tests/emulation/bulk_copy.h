@@ -31,7 +31,8 @@ using Coordinates = std::array<int, 4>;
 
 class CopyEngine {
  public:
-  CopyEngine(Scheduler& scheduler, SharedMemory& memory, TransactionBarriers& barriers);
+  CopyEngine(Scheduler& scheduler, Clocks& clocks, SharedMemory& memory,
+             TransactionBarriers& barriers);
 
   void load(SharedAddress to, const TensorMap* map, SharedAddress barrier, const Coordinates& at);
   void store(SharedAddress from, const TensorMap* map, const Coordinates& at);
@@ -70,6 +71,7 @@ class CopyEngine {
   void finish(const char* operation, const Store& store);
 
   Scheduler& scheduler_;
+  Clocks& clocks_;
   SharedMemory& memory_;
   TransactionBarriers& barriers_;
   std::vector<Load> loads_;

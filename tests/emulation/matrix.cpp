@@ -1,6 +1,7 @@
 #include "emulation/matrix.h"
 
 #include <bit>
+#include <cstring>
 
 #include "emulation/fragments.h"
 
@@ -23,6 +24,10 @@ std::uint16_t fragment_element(MatrixArguments* const (&lanes)[kWarpSize], int i
   return static_cast<std::uint16_t>(pair >> (16 * (column % 2)));
 }
 
+int thread_of(Scheduler& scheduler, int lane) {
+  return kWarpSize * scheduler.current().warp() + lane;
+}
+
 }  // namespace
 
 void load_matrix(Scheduler& scheduler, SharedMemory& memory, SharedAddress row, bool transposed,
@@ -33,8 +38,8 @@ void load_matrix(Scheduler& scheduler, SharedMemory& memory, SharedAddress row, 
     for (int i = 0; i < 4; ++i) {
       std::uint16_t block[kMatrixRows][8];
       for (int g = 0; g < kMatrixRows; ++g) {
-        memory.load(name, lanes[kMatrixRows * i + g]->row, block[g], kMatrixRowBytes,
-                    kMatrixRowBytes);
+        memory.load(name, thread_of(scheduler, kMatrixRows * i + g),
+                    lanes[kMatrixRows * i + g]->row, block[g], kMatrixRowBytes, kMatrixRowBytes);
       }
       for (int lane = 0; lane < kWarpSize; ++lane) {
         const int g = fragment_group(lane), t = fragment_in_group(lane);
@@ -52,14 +57,22 @@ void store_matrix(Scheduler& scheduler, SharedMemory& memory, SharedAddress row,
   std::uint32_t copy[4] = {r[0], r[1], r[2], r[3]};
   MatrixArguments mine{row, copy};
   scheduler.gather(name, mine, [&](MatrixArguments* const(&lanes)[kWarpSize]) {
-    for (int i = 0; i < 4; ++i) {
-      for (int g = 0; g < kMatrixRows; ++g) {
-        std::uint16_t out[8];
-        for (int c = 0; c < 8; ++c) {
-          out[c] = transposed ? fragment_element(lanes, i, c, g) : fragment_element(lanes, i, g, c);
-        }
-        memory.store(name, lanes[kMatrixRows * i + g]->row, out, kMatrixRowBytes, kMatrixRowBytes);
+    std::uint16_t rows[kWarpSize][8];
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+      const int i = lane / kMatrixRows, g = lane % kMatrixRows;
+      for (int c = 0; c < 8; ++c) {
+        rows[lane][c] =
+            transposed ? fragment_element(lanes, i, c, g) : fragment_element(lanes, i, g, c);
       }
+      // A row may be given twice, with the same contents.
+      bool again = false;
+      for (int other = 0; other < lane && !again; ++other) {
+        again = lanes[other]->row == lanes[lane]->row &&
+                std::memcmp(rows[other], rows[lane], kMatrixRowBytes) == 0;
+      }
+      if (again) continue;
+      memory.store(name, thread_of(scheduler, lane), lanes[lane]->row, rows[lane], kMatrixRowBytes,
+                   kMatrixRowBytes);
     }
   });
 }

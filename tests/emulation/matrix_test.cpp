@@ -73,7 +73,8 @@ TEST(EmulatedMatrices, LoadAndStoreBlocks) {
   }
   EXPECT_ERROR("load_matrix: shared address 0x410 (base + 16) has not been written", 32, 0,
                [](SharedAddress base) {
-                 store_u32(base + 4 * static_cast<unsigned>(lane() % 4), 0);
+                 if (lane() < 4) store_u32(base + 4 * static_cast<unsigned>(lane()), 0);
+                 sync_warp();
                  std::uint32_t r[4];
                  load_matrix(base + 16 * static_cast<unsigned>(lane()), r);
                });
@@ -260,10 +261,15 @@ std::function<void(SharedAddress)> with_product(
 
 TEST(EmulatedWgmma, OperandsMustStayUntilTheWait) {
   EXPECT_NO_THROW(run(128, 1, with_product([](SharedAddress, float (&)[16]) {})));
-  // Row 5, elements 0 and 1 of k: part of the operand.
-  EXPECT_ERROR("has changed since the wgmma_n32", 128, 0,
-               with_product([](SharedAddress base, float (&)[16]) {
+  // Row 5, elements 0 and 1 of k: part of the operand. Warp 2 writes, so its own product sees it.
+  EXPECT_ERROR("race with", 128, 0, with_product([](SharedAddress base, float (&)[16]) {
                  if (thread_index() == 64) store_u32(swizzled(base, 5, 0), 0x12345678);
+               }));
+  EXPECT_ERROR("has changed since the wgmma_n32", 32 * 4, 0,
+               with_product([](SharedAddress base, float (&)[16]) {
+                 sync_block();
+                 if (thread_index() == 64) store_u32(swizzled(base, 5, 0), 0x12345678);
+                 sync_block();
                }));
   // Elements 16 and 17: not part of it.
   EXPECT_NO_THROW(run(128, 1, with_product([](SharedAddress base, float (&)[16]) {
@@ -293,7 +299,7 @@ TEST(EmulatedWgmma, ReportsMisuse) {
   EXPECT_NO_THROW(run(128, 1, product_of(32, true, true, 0)));
   EXPECT_ERROR("has not been written", 128, 1, product_of(31, true, true, 0));
   EXPECT_ERROR("no wgmma_fence", 128, 1, product_of(32, false, true, 0));
-  EXPECT_ERROR("has not called fence_async_proxy", 128, 1, product_of(32, true, false, 0));
+  EXPECT_ERROR("without a fence_async_proxy", 128, 1, product_of(32, true, false, 0));
   EXPECT_ERROR("expected a start at 0, 32, 64 or 96", 128, 1, product_of(32, true, true, 1));
   EXPECT_ERROR("expected 128-byte swizzle", 128, 1, product_of(32, true, true, 1ull << 63));
   EXPECT_ERROR("bits outside the fields", 128, 1, product_of(32, true, true, 1ull << 49));

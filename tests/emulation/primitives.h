@@ -43,18 +43,19 @@ using TensorMap = emulation::TensorMap;
 namespace detail {
 
 inline emulation::Block& block() { return emulation::this_block(); }
+inline int thread_index() { return block().scheduler.current().index; }
 
 template <class T>
 T load_shared(const char* operation, SharedAddress a) {
   T x;
-  block().memory.load(operation, a, &x, sizeof x, sizeof x);
+  block().memory.load(operation, thread_index(), a, &x, sizeof x, sizeof x);
   block().scheduler.maybe_preempt();
   return x;
 }
 
 template <class T>
 void store_shared(const char* operation, SharedAddress a, const T& x) {
-  block().memory.store(operation, a, &x, sizeof x, sizeof x);
+  block().memory.store(operation, thread_index(), a, &x, sizeof x, sizeof x);
   block().scheduler.maybe_preempt();
 }
 
@@ -80,13 +81,15 @@ inline float flush(float x) {
 
 // ---- threads
 // -------------------------------------------------------------------------------------
-inline int thread_index() { return detail::block().scheduler.current().index; }
+inline int thread_index() { return detail::thread_index(); }
 inline int block_index() { return detail::block().scheduler.block(); }
 inline int grid_size() { return detail::block().grid_blocks; }
 inline void sync_block() { detail::block().named_barriers.sync_block(); }
 inline void sync_warp() {
   int none = 0;
-  detail::block().scheduler.gather("sync_warp", none, [](auto& /*lanes*/) {});
+  detail::block().scheduler.gather("sync_warp", none, [](auto& /*lanes*/) {
+    detail::block().clocks.meet_warp(detail::thread_index() / emulation::kWarpSize);
+  });
 }
 inline void sync_named(int id, int threads) { detail::block().named_barriers.sync(id, threads); }
 inline float shuffle(float x, int lane) { return detail::shuffle("shuffle(float)", x, lane); }
@@ -178,7 +181,7 @@ inline void store_matrix_transposed(SharedAddress row, std::uint32_t r0, std::ui
                           {r0, r1, r2, r3});
 }
 inline void fence_async_proxy() {
-  detail::block().memory.fence_async_proxy();
+  detail::block().clocks.fence(detail::thread_index());
   detail::block().scheduler.maybe_preempt();
 }
 

@@ -6,35 +6,20 @@ namespace flash_kda::emulation {
 
 namespace {
 
-constexpr int kGranuleBytes = 2;
-
-// A granule's state: one of these, or "stored": the bit, the writer's fence count, the writer.
-constexpr std::uint32_t kUnwritten = 0;
-constexpr std::uint32_t kInFlight = 1;
-constexpr std::uint32_t kBarrier = 2;
-constexpr std::uint32_t kDelivered = 3;
-constexpr std::uint32_t kStored = 1u << 31;
-constexpr int kThreadBits = 10;
-static_assert(kMaxThreads <= 1 << kThreadBits);
-constexpr std::uint32_t kFenceMask = (1u << (31 - kThreadBits)) - 1;
-
-std::uint32_t stored_by(int thread, std::uint32_t fences) {
-  return kStored | ((fences & kFenceMask) << kThreadBits) | static_cast<std::uint32_t>(thread);
-}
-
-int writer(std::uint32_t state) { return static_cast<int>(state & ((1u << kThreadBits) - 1)); }
+constexpr std::size_t kGranuleBytes = 4;
 
 }  // namespace
 
-SharedMemory::SharedMemory(Scheduler& scheduler, std::size_t bytes)
-    : scheduler_(scheduler), fences_(static_cast<std::size_t>(scheduler.threads())) {
+SharedMemory::SharedMemory(Scheduler& scheduler, Clocks& clocks, std::size_t bytes)
+    : scheduler_(scheduler), clocks_(clocks) {
   if (bytes > kSharedCapacity) {
     throw std::invalid_argument(
         format("shared_bytes: expected at most %zu, got %zu", kSharedCapacity, bytes));
   }
   bytes = (bytes + kChunkBytes - 1) / kChunkBytes * kChunkBytes;
   bytes_.assign(bytes, std::byte{0xff});
-  states_.assign(bytes / kGranuleBytes, kUnwritten);
+  granules_.resize(bytes / kGranuleBytes);
+  reads_.resize(bytes / kGranuleBytes);
 }
 
 std::size_t SharedMemory::check(const char* operation, SharedAddress a, int bytes,
@@ -45,111 +30,169 @@ std::size_t SharedMemory::check(const char* operation, SharedAddress a, int byte
   }
   if (a < kSharedBase || a - kSharedBase + static_cast<std::size_t>(bytes) > bytes_.size()) {
     scheduler_.fail(
-        format("%s: %d bytes at shared address 0x%x are outside the block's [0x%x, "
-               "0x%zx)",
+        format("%s: %d bytes at shared address 0x%x are outside the block's [0x%x, 0x%zx)",
                operation, bytes, a, kSharedBase, kSharedBase + bytes_.size()));
   }
   return a - kSharedBase;
 }
 
-void SharedMemory::bad_read(const char* operation, SharedAddress a, std::uint32_t state) const {
-  const char* why = state == kUnwritten  ? "has not been written"
-                    : state == kInFlight ? "is being written by a tensor_load"
-                                         : "is a barrier";
-  scheduler_.fail(
-      format("%s: shared address 0x%x (base + %u) %s", operation, a, a - kSharedBase, why));
+// "shared address 0x420 (base + 32)"
+static std::string where(std::size_t granule) {
+  const std::size_t offset = granule * kGranuleBytes;
+  return format("shared address 0x%zx (base + %zu)", kSharedBase + offset, offset);
 }
 
-void SharedMemory::load(const char* operation, SharedAddress a, void* to, int bytes,
+void SharedMemory::bad_state(const char* operation, std::size_t granule) const {
+  const State state = granules_[granule].state;
+  const char* why = state == State::kUnwritten  ? "has not been written"
+                    : state == State::kInFlight ? "is being written by a tensor_load"
+                                                : "is a barrier";
+  scheduler_.fail(format("%s: %s %s", operation, where(granule).c_str(), why));
+}
+
+void SharedMemory::race(const char* operation, std::size_t granule, const char* other,
+                        int actor) const {
+  scheduler_.fail(format("%s: %s: race with %s %s, which no barrier orders before", operation,
+                         where(granule).c_str(), other, Clocks::describe(actor).c_str()));
+}
+
+void SharedMemory::check_reads(const char* operation, std::size_t granule,
+                               const Clocks::Vector& known) const {
+  const Reads& reads = reads_[granule];
+  for (int i = 0; i < reads.count; ++i) {
+    const Epoch e = reads.few[i];
+    if (e.clock > known[e.actor]) race(operation, granule, "a read by", e.actor);
+  }
+  if (reads.many == nullptr) return;
+  for (std::size_t actor = 0; actor < known.size(); ++actor) {
+    if ((*reads.many)[actor] > known[actor]) {
+      race(operation, granule, "a read by", static_cast<int>(actor));
+    }
+  }
+}
+
+void SharedMemory::add_read(std::size_t granule, Epoch e) {
+  Reads& reads = reads_[granule];
+  if (reads.many != nullptr && reads.count == 0) {
+    (*reads.many)[e.actor] = e.clock;
+    return;
+  }
+  for (int i = 0; i < reads.count; ++i) {
+    if (reads.few[i].actor == e.actor) {
+      reads.few[i].clock = e.clock;
+      return;
+    }
+  }
+  if (reads.count < Reads::kFew) {
+    reads.few[reads.count++] = e;
+    return;
+  }
+  reads.many = std::make_unique<Clocks::Vector>();
+  reads.many->fill(0);
+  for (int i = 0; i < reads.count; ++i) (*reads.many)[reads.few[i].actor] = reads.few[i].clock;
+  (*reads.many)[e.actor] = e.clock;
+  reads.count = 0;
+}
+
+void SharedMemory::clear_reads(std::size_t granule) {
+  reads_[granule].count = 0;
+  reads_[granule].many.reset();
+}
+
+void SharedMemory::load(const char* operation, int thread, SharedAddress a, void* to, int bytes,
                         int alignment) {
   const std::size_t offset = check(operation, a, bytes, alignment);
-  for (int i = 0; i < bytes; i += kGranuleBytes) {
-    const std::uint32_t state = states_[(offset + static_cast<std::size_t>(i)) / kGranuleBytes];
-    if (state < kDelivered) {
-      bad_read(operation, a + static_cast<SharedAddress>(i), state);
-    }
+  const Clocks::Vector& known = clocks_.known(thread);
+  const Epoch now = clocks_.now(thread);
+  const std::size_t end = (offset + static_cast<std::size_t>(bytes)) / kGranuleBytes;
+  for (std::size_t i = offset / kGranuleBytes; i < end; ++i) {
+    if (granules_[i].state < State::kDelivered) bad_state(operation, i);
+    check_write(operation, i, known);
+    add_read(i, now);
   }
   std::memcpy(to, &bytes_[offset], static_cast<std::size_t>(bytes));
 }
 
-void SharedMemory::store(const char* operation, SharedAddress a, const void* from, int bytes,
-                         int alignment) {
+void SharedMemory::store(const char* operation, int thread, SharedAddress a, const void* from,
+                         int bytes, int alignment) {
   const std::size_t offset = check(operation, a, bytes, alignment);
-  const int thread = scheduler_.current().index;
-  const std::uint32_t mine = stored_by(thread, fences_[static_cast<std::size_t>(thread)]);
-  for (int i = 0; i < bytes; i += kGranuleBytes) {
-    std::uint32_t& state = states_[(offset + static_cast<std::size_t>(i)) / kGranuleBytes];
-    if (state == kInFlight || state == kBarrier) {
-      bad_read(operation, a + static_cast<SharedAddress>(i), state);
-    }
-    state = mine;
+  const Clocks::Vector& known = clocks_.known(thread);
+  const Granule stored{State::kStored, clocks_.now(thread), clocks_.fences(thread)};
+  const std::size_t end = (offset + static_cast<std::size_t>(bytes)) / kGranuleBytes;
+  for (std::size_t i = offset / kGranuleBytes; i < end; ++i) {
+    const State state = granules_[i].state;
+    if (state == State::kInFlight || state == State::kBarrier) bad_state(operation, i);
+    check_write(operation, i, known);
+    check_reads(operation, i, known);
+    clear_reads(i);
+    granules_[i] = stored;
   }
   std::memcpy(&bytes_[offset], from, static_cast<std::size_t>(bytes));
 }
 
-void SharedMemory::fence_async_proxy() {
-  fences_[static_cast<std::size_t>(scheduler_.current().index)] += 1;
+void SharedMemory::check_fenced(const char* operation, std::size_t granule,
+                                const Clocks::Vector& known) const {
+  const Granule& g = granules_[granule];
+  if (g.state != State::kStored || clocks_.fenced(g.written.actor, g.fences, known)) return;
+  scheduler_.fail(
+      format("%s: %s was stored by thread %d without a fence_async_proxy between that and the "
+             "synchronisation",
+             operation, where(granule).c_str(), g.written.actor));
 }
 
-void SharedMemory::load_async(const char* operation, SharedAddress a, void* to, int bytes) {
+void SharedMemory::start_read(const char* operation, const Clocks::Vector& known, SharedAddress a,
+                              void* to, int bytes) {
   const std::size_t offset = check(operation, a, bytes, kGranuleBytes);
-  for (int i = 0; i < bytes; i += kGranuleBytes) {
-    const std::uint32_t state = states_[(offset + static_cast<std::size_t>(i)) / kGranuleBytes];
-    if (state == kDelivered) continue;
-    const auto at = a + static_cast<SharedAddress>(i);
-    if (state < kDelivered) bad_read(operation, at, state);
-    const int thread = writer(state);
-    if (state == stored_by(thread, fences_[static_cast<std::size_t>(thread)])) {
-      scheduler_.fail(
-          format("%s: shared address 0x%x (base + %u) was stored by thread %d, which "
-                 "has not called fence_async_proxy since",
-                 operation, at, at - kSharedBase, thread));
-    }
+  const std::size_t end = (offset + static_cast<std::size_t>(bytes)) / kGranuleBytes;
+  for (std::size_t i = offset / kGranuleBytes; i < end; ++i) {
+    if (granules_[i].state < State::kDelivered) bad_state(operation, i);
+    check_write(operation, i, known);
+    check_fenced(operation, i, known);
   }
   std::memcpy(to, &bytes_[offset], static_cast<std::size_t>(bytes));
 }
 
-bool SharedMemory::same_async(SharedAddress a, const void* as, int bytes) const {
+bool SharedMemory::finish_read(const char* operation, const Clocks::Vector& known, Epoch as,
+                               SharedAddress a, const void* expected, int bytes) {
   const std::size_t offset = a - kSharedBase;
-  for (int i = 0; i < bytes; i += kGranuleBytes) {
-    if (states_[(offset + static_cast<std::size_t>(i)) / kGranuleBytes] == kInFlight) return false;
+  const std::size_t end = (offset + static_cast<std::size_t>(bytes)) / kGranuleBytes;
+  for (std::size_t i = offset / kGranuleBytes; i < end; ++i) {
+    if (granules_[i].state == State::kInFlight) return false;
+    check_write(operation, i, known);
+    add_read(i, as);
   }
-  return std::memcmp(&bytes_[offset], as, static_cast<std::size_t>(bytes)) == 0;
+  return std::memcmp(&bytes_[offset], expected, static_cast<std::size_t>(bytes)) == 0;
 }
 
-void SharedMemory::begin_store_async(const char* operation, SharedAddress a, int bytes) {
+void SharedMemory::start_write(const char* operation, Epoch as, SharedAddress a, int bytes) {
   const std::size_t offset = check(operation, a, bytes, kGranuleBytes);
-  for (int i = 0; i < bytes; i += kGranuleBytes) {
-    std::uint32_t& state = states_[(offset + static_cast<std::size_t>(i)) / kGranuleBytes];
-    const auto at = a + static_cast<SharedAddress>(i);
-    if (state == kInFlight || state == kBarrier) bad_read(operation, at, state);
-    if ((state & kStored) != 0) {
-      const int thread = writer(state);
-      if (state == stored_by(thread, fences_[static_cast<std::size_t>(thread)])) {
-        scheduler_.fail(
-            format("%s: would overwrite shared address 0x%x (base + %u), which thread "
-                   "%d stored without fence_async_proxy after it",
-                   operation, at, at - kSharedBase, thread));
-      }
-    }
-    state = kInFlight;
+  const Clocks::Vector& known = clocks_.known(scheduler_.current().index);
+  const std::size_t end = (offset + static_cast<std::size_t>(bytes)) / kGranuleBytes;
+  for (std::size_t i = offset / kGranuleBytes; i < end; ++i) {
+    const State state = granules_[i].state;
+    if (state == State::kInFlight || state == State::kBarrier) bad_state(operation, i);
+    check_write(operation, i, known);
+    check_reads(operation, i, known);
+    check_fenced(operation, i, known);
+    clear_reads(i);
+    granules_[i] = {State::kInFlight, as, 0};
   }
 }
 
-void SharedMemory::store_async(SharedAddress a, const void* from, int bytes) {
+void SharedMemory::finish_write(SharedAddress a, const void* from, int bytes) {
   const std::size_t offset = a - kSharedBase;
-  for (int i = 0; i < bytes; i += kGranuleBytes) {
-    states_[(offset + static_cast<std::size_t>(i)) / kGranuleBytes] = kDelivered;
-  }
+  const std::size_t end = (offset + static_cast<std::size_t>(bytes)) / kGranuleBytes;
+  for (std::size_t i = offset / kGranuleBytes; i < end; ++i) granules_[i].state = State::kDelivered;
   std::memcpy(&bytes_[offset], from, static_cast<std::size_t>(bytes));
 }
 
 void SharedMemory::make_barrier(SharedAddress a) {
   const std::size_t offset = check("barrier_init", a, 8, 8);
-  for (std::size_t i = 0; i < 8; i += kGranuleBytes) {
-    std::uint32_t& state = states_[(offset + i) / kGranuleBytes];
-    if (state == kInFlight || state == kBarrier) bad_read("barrier_init", a, state);
-    state = kBarrier;
+  const std::size_t first = offset / kGranuleBytes;
+  for (std::size_t i = first; i < first + 8 / kGranuleBytes; ++i) {
+    const State state = granules_[i].state;
+    if (state == State::kInFlight || state == State::kBarrier) bad_state("barrier_init", i);
+    granules_[i].state = State::kBarrier;
   }
 }
 

@@ -1,11 +1,17 @@
-// The block's shared memory, and what is known of every two bytes of it: unwritten, being delivered
-// by the copy engine, a barrier, or by whom and how it was written last.
+// The block's shared memory, and what is known of every four bytes of it: unwritten, being
+// delivered by the copy engine, a barrier, or by whom and how it was written last, and who has read
+// it since.
+//
+// Two accesses of which one writes and that no barrier orders are a race, and reported, in whatever
+// order they happened to run.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "emulation/clocks.h"
 #include "emulation/scheduler.h"
 
 namespace flash_kda::emulation {
@@ -14,8 +20,7 @@ namespace flash_kda::emulation {
 inline constexpr SharedAddress kSharedBase = 1024;
 inline constexpr std::size_t kSharedCapacity = 227 * 1024;
 
-// 128-byte swizzle: the 16-byte chunk index of an address, xor the index of its 128-byte row
-// modulo 8.
+// 128-byte swizzle: the 16-byte chunk index of an address, xor the index of its 128-byte row mod 8.
 inline constexpr int kSwizzleRowBytes = 128;
 inline constexpr int kSwizzlePatternBytes = 1024;
 inline constexpr int kChunkBytes = 16;
@@ -23,22 +28,25 @@ inline SharedAddress swizzle(SharedAddress a) { return a ^ (((a >> 7) & 7u) << 4
 
 class SharedMemory {
  public:
-  SharedMemory(Scheduler& scheduler, std::size_t bytes);
+  SharedMemory(Scheduler& scheduler, Clocks& clocks, std::size_t bytes);
 
-  // A thread's own accesses. `bytes` is even and the access must be aligned to `alignment`.
+  // Accesses of a thread. `bytes` is a multiple of 4; the access must be aligned to `alignment`.
   // `operation` names it in reports.
-  void load(const char* operation, SharedAddress a, void* to, int bytes, int alignment);
-  void store(const char* operation, SharedAddress a, const void* from, int bytes, int alignment);
-  // From here on this thread's earlier stores may be read by the asynchronous units.
-  void fence_async_proxy();
+  void load(const char* operation, int thread, SharedAddress a, void* to, int bytes, int alignment);
+  void store(const char* operation, int thread, SharedAddress a, const void* from, int bytes,
+             int alignment);
 
-  // Reads by wgmma and by the copy engine: what a thread stored must have been fenced by it.
-  void load_async(const char* operation, SharedAddress a, void* to, int bytes);
-  // Whether the bytes still are what load_async gave, and not being overwritten.
-  bool same_async(SharedAddress a, const void* as, int bytes) const;
-  // Between begin and store nobody may touch the bytes.
-  void begin_store_async(const char* operation, SharedAddress a, int bytes);
-  void store_async(SharedAddress a, const void* from, int bytes);
+  // Reads by the asynchronous units. What threads stored must have been fenced by them, and ordered
+  // before what `known` knows. They happen at some moment between start and finish; false from
+  // finish: the bytes are not what start gave. From finish on, `as` has read them.
+  void start_read(const char* operation, const Clocks::Vector& known, SharedAddress a, void* to,
+                  int bytes);
+  bool finish_read(const char* operation, const Clocks::Vector& known, Epoch as, SharedAddress a,
+                   const void* expected, int bytes);
+  // Writes by the copy engine, issued by the current thread; they count as `as`. Between start and
+  // finish nobody may touch the bytes.
+  void start_write(const char* operation, Epoch as, SharedAddress a, int bytes);
+  void finish_write(SharedAddress a, const void* from, int bytes);
 
   // Eight bytes become a barrier, which no load or store may touch.
   void make_barrier(SharedAddress a);
@@ -50,13 +58,39 @@ class SharedMemory {
   std::size_t bytes() const { return bytes_.size(); }
 
  private:
+  enum class State : std::uint8_t { kUnwritten, kInFlight, kBarrier, kDelivered, kStored };
+  struct Granule {
+    State state = State::kUnwritten;
+    Epoch written;
+    std::uint32_t fences = 0;  // of the writer, when it wrote
+  };
+  // Reads since the last write: a few, or one clock for each actor.
+  struct Reads {
+    static constexpr int kFew = 12;
+    int count = 0;
+    Epoch few[kFew];
+    std::unique_ptr<Clocks::Vector> many;
+  };
+
   std::size_t check(const char* operation, SharedAddress a, int bytes, int alignment) const;
-  [[noreturn]] void bad_read(const char* operation, SharedAddress a, std::uint32_t state) const;
+  [[noreturn]] void bad_state(const char* operation, std::size_t granule) const;
+  [[noreturn]] void race(const char* operation, std::size_t granule, const char* other,
+                         int actor) const;
+  void check_fenced(const char* operation, std::size_t granule, const Clocks::Vector& known) const;
+  // That the last write, or the last reads, are ordered before what `known` knows.
+  void check_write(const char* operation, std::size_t granule, const Clocks::Vector& known) const {
+    const Epoch e = granules_[granule].written;
+    if (e.clock > known[e.actor]) race(operation, granule, "a write by", e.actor);
+  }
+  void check_reads(const char* operation, std::size_t granule, const Clocks::Vector& known) const;
+  void add_read(std::size_t granule, Epoch e);
+  void clear_reads(std::size_t granule);
 
   Scheduler& scheduler_;
+  Clocks& clocks_;
   std::vector<std::byte> bytes_;
-  std::vector<std::uint32_t> states_;  // one for each granule; see shared_memory.cpp
-  std::vector<std::uint32_t> fences_;  // how often each thread has fenced
+  std::vector<Granule> granules_;
+  std::vector<Reads> reads_;
 };
 
 }  // namespace flash_kda::emulation

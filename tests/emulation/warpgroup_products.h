@@ -17,7 +17,7 @@ namespace flash_kda::emulation {
 // and must not be touched.
 class WarpgroupProducts {
  public:
-  WarpgroupProducts(Scheduler& scheduler, SharedMemory& memory);
+  WarpgroupProducts(Scheduler& scheduler, Clocks& clocks, SharedMemory& memory);
 
   enum class Major { kK, kRows };  // element (k, n) of B at row n, or at row k
 
@@ -77,11 +77,12 @@ class WarpgroupProducts {
   void issue_warp(Product& product, Arguments* const (&lanes)[kWarpSize]);
   Accumulator& accumulator(WarpState& warp, const char* operation, int columns, bool accumulate,
                            Arguments* const (&lanes)[kWarpSize]);
-  void finish_oldest(WarpState& warp);
+  void finish_oldest(WarpState& warp, const Clocks::Vector& known, Epoch as);
   void retire(Accumulator& accumulator);
   WarpState& current_warp();
 
   Scheduler& scheduler_;
+  Clocks& clocks_;
   SharedMemory& memory_;
   std::vector<WarpState> warps_;
   std::vector<std::deque<Step>> programs_;   // by warpgroup
