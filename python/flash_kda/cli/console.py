@@ -113,6 +113,7 @@ class Stages:
 
     def __init__(self, enabled: bool) -> None:
         """Shows nothing unless `enabled` and the error output is a terminal."""
+        self._shown = enabled and sys.stderr.isatty()
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -120,18 +121,20 @@ class Stages:
             TimeElapsedColumn(),
             console=stderr(),
             transient=True,
-            disable=not (enabled and sys.stderr.isatty()),
+            disable=not self._shown,
         )
         self._task: TaskID | None = None
 
     def __enter__(self) -> Stages:
         """Starts the display."""
-        self._progress.start()
+        if self._shown:
+            self._progress.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         """Removes the display."""
-        self._progress.stop()
+        if self._shown:
+            self._progress.stop()
 
     def begin(self, description: str, total: int) -> None:
         """Replaces the stage shown."""
