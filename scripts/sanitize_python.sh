@@ -20,7 +20,8 @@ runtime() { "${CXX:-g++}" -print-file-name="$1"; }
 # Leaks are not looked for: the interpreter keeps memory to its end on purpose.
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 export PYTHONPATH=$target PYTHONMALLOC=malloc
-export LD_PRELOAD="$(runtime libasan.so) $(runtime libubsan.so) $(runtime libstdc++.so)"
+LD_PRELOAD="$(runtime libasan.so) $(runtime libubsan.so) $(runtime libstdc++.so)"
+export LD_PRELOAD
 
 where=$("$python" -c 'import flash_kda._C as c; print(c.__file__)')
 case "$where" in
