@@ -69,6 +69,13 @@ const ArrayType& ArrayTypes::of(nb::handle object, ArrayType& scratch) {
   return scratch;
 }
 
+bool ArrayTypes::is_bfloat16(nb::handle dtype) {
+  if (bfloat16_.is_valid() && bfloat16_.is(dtype)) return true;
+  if (nb::cast<std::string>(nb::str(dtype)) != "bfloat16") return false;
+  bfloat16_ = nb::borrow(dtype);
+  return true;
+}
+
 ArrayType ArrayTypes::classify(nb::handle type) {
   ArrayType entry;
   entry.type = nb::borrow(type);

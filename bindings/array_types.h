@@ -49,6 +49,10 @@ class ArrayTypes {
   // The answer lies in the table, for good, or (when that is full) in `scratch`.
   const ArrayType& of(nb::handle object, ArrayType& scratch);
 
+  // Whether a NumPy dtype is ml_dtypes' bfloat16 (an opaque two-byte type to NumPy, told by its
+  // name).
+  bool is_bfloat16(nb::handle dtype);
+
   const TorchHooks& torch() const { return torch_; }
   // The attribute name "requires_grad", interned.
   nb::handle requires_grad() const { return requires_grad_; }
@@ -61,6 +65,7 @@ class ArrayTypes {
   const ArrayType* last_ = nullptr;
   TorchHooks torch_;
   nb::object requires_grad_;
+  nb::object bfloat16_;  // the dtype once seen; asking for its name takes microseconds
 };
 
 }  // namespace flash_kda::python

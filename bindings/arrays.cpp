@@ -191,9 +191,8 @@ void ArrayReader::read_array_struct(const char* name, nb::handle object, Access 
   if ((is_float || array->kind == 'i') && array->itemsize <= 8) {
     const dlpack::TypeCode code = is_float ? dlpack::kFloat : dlpack::kInt;
     view.dtype = dtype_of(name, {code, static_cast<std::uint8_t>(array->itemsize * 8), 1});
-  } else if (array->itemsize == 2 && text_of(object.attr("dtype")) == "bfloat16") {
-    view.dtype =
-        DType::kBFloat16;  // ml_dtypes': an opaque two-byte type to NumPy, told by its name
+  } else if (array->itemsize == 2 && types_.is_bfloat16(object.attr("dtype"))) {
+    view.dtype = DType::kBFloat16;
   } else {
     throw_dtype(name, text_of(object.attr("dtype")));
   }

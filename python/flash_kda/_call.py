@@ -204,10 +204,11 @@ def chunk_kda(
     gate = _gate_kind(use_gate_in_kernel, safe_gate, lower_bound)
     beta_kind = _beta_kind(use_beta_sigmoid_in_kernel, allow_neg_eigval)
 
+    compiling = _compiling()
     values = _arrays.shape_of("v", v, "[B, T, HV, V]")
     out_given = out is not None
     if not out_given:
-        out = _library_of("v", v).empty(v, values)
+        out = _library_of("v", v, compiling).empty(v, values)
     final_given = final_state is not None
     if not final_given and _flag("output_final_state", output_final_state):
         if final_state_indices is not None:
@@ -215,12 +216,11 @@ def chunk_kda(
                 "final_state_indices: expected None without final_state (the pool), got indices"
             )
         shape = _state_shape(q, values, cu_seqlens)
-        final_state = _library_of("q", q).empty_float32(q, shape)
+        final_state = _library_of("v", v, compiling).empty_float32(v, shape)
     own = _States(initial_state, final_state, checkpoint_states, None)
     if not _flag("state_v_first", state_v_first):
-        own = _own_layout(
-            own, final_given, initial_state_indices is not None, final_state_indices is not None
-        )
+        pools = (initial_state_indices is not None, final_state_indices is not None)
+        own = _own_layout(own, final_given, pools, compiling)
 
     arrays = (
         q, k, v, g, beta, out, A_log, dt_bias, own.initial, own.final, initial_state_indices,
@@ -233,19 +233,19 @@ def chunk_kda(
     )  # fmt: skip
     if _plan_only:
         return _C.plan(arrays, *options), None
-    if _compiling() or not _C.forward(arrays, *options, False):
+    if compiling or not _C.forward(arrays, *options, False):
         _dispatch(arrays, *options)
 
     if own.final_target is not None:
-        target = _library_of("final_state", own.final_target)
+        target = _library_of("final_state", own.final_target, compiling)
         target.assign(own.final_target, target.transposed(own.final))
     if not out_given:
-        out = _library_of("v", v).finished(out, v)
+        out = _library_of("v", v, compiling).finished(out, v)
     if final_state is not None and not final_given:
-        library = _library_of("q", q)
+        library = _library_of("v", v, compiling)
         if not state_v_first:
             final_state = library.transposed(final_state)
-        final_state = library.finished(final_state, q)
+        final_state = library.finished(final_state, v)
     return out, final_state
 
 
@@ -262,8 +262,8 @@ def plan_forward(*args: Any, **kwargs: Any) -> Plan:
     return cast(Plan, plan)
 
 
-def _library_of(name: str, x: Any) -> _arrays.Library:
-    if _compiling():
+def _library_of(name: str, x: Any, compiling: bool) -> _arrays.Library:
+    if compiling:
         from flash_kda import _torch
 
         return _torch.LIBRARY
@@ -353,30 +353,31 @@ class _States(NamedTuple):
 
 
 def _own_layout(
-    given: _States, final_given: bool, initial_is_pool: bool, final_is_pool: bool
+    given: _States, final_given: bool, pools: tuple[bool, bool], compiling: bool
 ) -> _States:
     """[N, HV, K, V] arrays as the own [N, HV, V, K]: a view where K is dense, else a copy."""
     initial, final, checkpoints, target = given
     if initial is not None:
-        view = _own_view("initial_state", initial, initial_is_pool)
+        view = _own_view("initial_state", initial, pools[0], compiling)
         if view is None:
-            library = _library_of("initial_state", initial)
+            library = _library_of("initial_state", initial, compiling)
             view = library.copy_dense(library.transposed(initial))
         initial = view
     if final is not None and final_given:
-        view = _own_view("final_state", final, final_is_pool)
+        view = _own_view("final_state", final, pools[1], compiling)
         if view is None:
             n, hv, k, v = final.shape
-            view, target = _library_of("final_state", final).empty(final, (n, hv, v, k)), final
+            library = _library_of("final_state", final, compiling)
+            view, target = library.empty(final, (n, hv, v, k)), final
         final = view
     if checkpoints is not None:
-        checkpoints = _own_view("checkpoint_states", checkpoints, is_pool=True)
+        checkpoints = _own_view("checkpoint_states", checkpoints, True, compiling)
     return _States(initial, final, checkpoints, target)
 
 
-def _own_view(name: str, x: Any, is_pool: bool) -> Any:
+def _own_view(name: str, x: Any, is_pool: bool, compiling: bool) -> Any:
     """`x`, [N, HV, K, V], as a view [N, HV, V, K] with dense rows; None where it takes a copy."""
-    library = _library_of(name, x)
+    library = _library_of(name, x, compiling)
     _arrays.shape_of(name, x, "[N, HV, K, V]")
     view = library.transposed(x)
     if library.is_row_dense(view):
