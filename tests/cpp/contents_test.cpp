@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "flash_kda/flash_kda.h"
+#include "recurrence.h"
 #include "valid_call.h"
 
 namespace flash_kda::testing {

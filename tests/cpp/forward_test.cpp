@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "flash_kda/flash_kda.h"
+#include "recurrence.h"
 #include "valid_call.h"
 
 namespace flash_kda::testing {

@@ -9,6 +9,7 @@
 #include <limits>
 #include <vector>
 
+#include "flash_kda/flash_kda.h"
 #include "valid_call.h"
 
 namespace flash_kda::testing {
