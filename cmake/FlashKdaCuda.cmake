@@ -24,6 +24,10 @@ function(flash_kda_cuda_obstacle result)
     set(${result} "${CMAKE_CUDA_COMPILER} does not tell its version" PARENT_SCOPE)
   elseif(CMAKE_MATCH_1 VERSION_LESS 12.9)
     set(${result} "${CMAKE_CUDA_COMPILER} is release ${CMAKE_MATCH_1}; 12.9 or newer is needed" PARENT_SCOPE)
+  elseif(NOT FLASH_KDA_CUTLASS_INCLUDE)
+    set(${result}
+        "the CUTLASS headers were not found (pip install --no-deps nvidia-cutlass==4.2.0.0, or set FLASH_KDA_CUTLASS_DIR)"
+        PARENT_SCOPE)
   endif()
 endfunction()
 
@@ -31,6 +35,7 @@ if(NOT FLASH_KDA_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "FLASH_KDA_CUDA: expected AUTO, ON or OFF, got ${FLASH_KDA_CUDA}")
 endif()
 if(NOT FLASH_KDA_CUDA STREQUAL "OFF")
+  include(FlashKdaCutlass)
   flash_kda_cuda_obstacle(obstacle)
   if(NOT obstacle)
     if(NOT CMAKE_CUDA_ARCHITECTURES)
