@@ -1,0 +1,67 @@
+"""Options, the device fixture and the count of exact-match cases."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+
+_EXACT_CASES: pytest.StashKey[Counter[str]] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("flash_kda")
+    group.addoption(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where tests with a device run; auto: the CPU, and a GPU if there is one",
+    )
+    group.addoption("--full", action="store_true", help="named inputs and exact cases at full size")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_EXACT_CASES] = Counter()
+
+
+@cache
+def why_no_cuda() -> str:
+    """Empty if the CUDA backend can run here."""
+    import flash_kda
+
+    for backend in flash_kda.backends():
+        if backend.name.startswith("cuda"):
+            return "" if backend.available else f"no GPU test: {backend.detail}"
+    return "no GPU test: this build has no CUDA backend"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" not in metafunc.fixturenames:
+        return
+    wanted = metafunc.config.getoption("--device")
+    devices = ["cpu", "cuda"] if wanted == "auto" else [wanted]
+    skip = [pytest.mark.skipif(bool(why_no_cuda()), reason=why_no_cuda())]
+    marks = {"cpu": [], "cuda": skip if wanted == "auto" else []}
+    metafunc.parametrize("device", [pytest.param(d, marks=marks[d]) for d in devices])
+
+
+@pytest.fixture
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether the long versions are asked for."""
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture
+def exact_cases(request: pytest.FixtureRequest) -> Counter[str]:
+    """Counts the exact-match cases that agreed, by tier and device."""
+    return request.config.stash[_EXACT_CASES]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    counts = config.stash[_EXACT_CASES]
+    if counts:
+        parts = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
+        terminalreporter.write_line(f"exact-match cases: {sum(counts.values())} ({parts})")

@@ -1,0 +1,1 @@
+"""The exact-match suite's inputs and references."""
