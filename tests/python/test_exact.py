@@ -1,9 +1,9 @@
 """Exact match: on exactly representable inputs all implementations give the same bits, states too.
 
-The answer comes from `exact.generate` (integers, channel by channel). The package, NumPy's recurrence
-and PyTorch's (fp32 and fp64, token by token) must all equal it. "core" cases also hold for an algorithm
-in chunks with bf16 operands, so they bind the GPU as well; "cpu-only" cases have wider numbers, other
-array types and other head sizes. Zeros compare equal whatever their sign.
+The answer comes from `exact.generate` (integers, channel by channel). The package, NumPy's
+recurrence and PyTorch's (fp32 and fp64, token by token) must all equal it. "core" cases also hold
+for an algorithm in chunks with bf16 operands, so they bind the GPU as well; "cpu-only" cases have
+wider numbers, other array types and other head sizes. Zeros compare equal whatever their sign.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Inputs on which every step of the recurrence is exactly representable, and their exact answer.
 
 Keys and queries are signed unit vectors (some queries have two entries, some keys are zero), values
-and states small integers, decay exactly 1 or 0, strength 0, 1/2, 1 or 2. Channel c of the state then
-changes only at tokens whose key is +-e_c: s <- s + b (v -+ s). Halvings of one channel between resets
-(b = 1 or a decay of 0) are limited, so that states, updates, outputs and the entries of any chunk's
-triangular inverse (products of 1 - b: powers of 1/2, or +-1, +-2) fit the significant bits of the
-array types: an algorithm in chunks with operands rounded to bfloat16 and sums in fp32 makes no error
-either. `exact.references` has such an algorithm, and the suite holds the inputs to it.
+and states small integers, decay exactly 1 or 0, strength 0, 1/2, 1 or 2. Channel c of the state
+then changes only at tokens whose key is +-e_c: s <- s + b (v -+ s). Halvings of one channel between
+resets (b = 1 or a decay of 0) are limited, so that states, updates, outputs and the entries of any
+chunk's triangular inverse (products of 1 - b: powers of 1/2, or +-1, +-2) fit the significant bits
+of the array types: an algorithm in chunks with operands rounded to bfloat16 and sums in fp32 makes
+no error either. `exact.references` has such an algorithm, and the suite holds the inputs to it.
 """
 
 from __future__ import annotations

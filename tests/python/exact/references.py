@@ -89,7 +89,8 @@ def by_chunk(p: Problem, heads: list[int], chunk: int = 64) -> Pair:
     """64 tokens at a time, every matrix operand rounded to bfloat16, sums in fp32.
 
     With decay 0 or 1 alone, the decay between two tokens says whether a channel was closed between
-    them: D[i, j, c] in {0, 1}. Then A = b_i sum_c k_i D_ij k_j, U = (I + A)^-1 diag(b) (V - (K D_i) S^T).
+    them: D[i, j, c] in {0, 1}. Then A = b_i sum_c k_i D_ij k_j, U = (I + A)^-1 diag(b) (V - (K D_i)
+    S^T).
     """
     out = torch.zeros(*p.v.shape[:2], len(heads), p.v.shape[3])
     states = torch.zeros(p.sequences, len(heads), p.v.shape[3], p.q.shape[3])
