@@ -85,8 +85,8 @@ def measure(make: Callable[[int], dict[str, Any]]) -> dict[str, float]:
         "cu_seqlens": offsets, "A_log": a_log, "dt_bias": dt_bias, "threads": 1,
     }  # fmt: skip
     return {
-        "plan": microseconds(lambda: _C.plan(arrays, *options)),
-        "forward": microseconds(lambda: _C.forward(arrays, *options, False)),
+        "plan": microseconds(lambda: _C.plan(arrays, options)),
+        "forward": microseconds(lambda: _C.forward(arrays, options, False)),
         "fwd": microseconds(lambda: flash_kda.fwd(*one)),
         "fwd_empty": microseconds(lambda: flash_kda.fwd(*none)),
         "chunk_kda": microseconds(lambda: flash_kda.chunk_kda(q, k, v, g, beta, **chunk_options)),

@@ -4,6 +4,8 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <array>
+#include <cstddef>
 #include <memory>
 #include <string>
 
@@ -34,14 +36,16 @@ void translate(const std::exception_ptr& error, void* /*unused*/) {
 // not.
 constexpr auto any(const char* name) { return nb::arg(name).none(); }
 
-ArrayObjects unpack(const nb::tuple& arrays) {
-  if (arrays.size() != kArrayCount) {
-    throw TypeError("arrays: expected a tuple of " + std::to_string(kArrayCount) + ", got " +
-                    std::to_string(arrays.size()));
+template <std::size_t kCount>
+std::array<handle, kCount> unpack(const char* name, const nb::tuple& tuple) {
+  if (tuple.size() != kCount) {
+    throw TypeError(std::string(name) + ": expected a tuple of " + std::to_string(kCount) +
+                    ", got " + std::to_string(tuple.size()));
   }
-  ArrayObjects objects;
-  for (std::size_t i = 0; i < kArrayCount; ++i)
-    objects[i] = PyTuple_GetItem(arrays.ptr(), static_cast<Py_ssize_t>(i));
+  std::array<handle, kCount> objects;
+  for (std::size_t i = 0; i < kCount; ++i) {
+    objects[i] = PyTuple_GetItem(tuple.ptr(), static_cast<Py_ssize_t>(i));  // borrowed
+  }
   return objects;
 }
 
@@ -59,9 +63,10 @@ BetaKind beta_kind_of(int kind) {
   return static_cast<BetaKind>(kind);
 }
 
-CallOptions options_of(handle gate, handle beta_kind, handle l2norm, handle lower_bound,
-                       handle scale, handle threads, handle sequence_split, handle check_cu_seqlens,
-                       handle value_split) {
+// The order is that of `_Options` in _C.pyi.
+CallOptions options_of(const nb::tuple& tuple) {
+  const auto [gate, beta_kind, l2norm, lower_bound, scale, threads, sequence_split,
+              check_cu_seqlens, value_split] = unpack<9>("options", tuple);
   CallOptions options;
   options.gate = gate_kind(read_int("gate", gate));
   options.beta_kind = beta_kind_of(read_int("beta_kind", beta_kind));
@@ -118,31 +123,16 @@ void bind_calls(nb::module_& m, const std::shared_ptr<ModuleState>& state) {
       any("q"), any("k"), any("v"), any("g"), any("beta"), any("scale"), any("out"), any("A_log"),
       any("dt_bias"), any("lower_bound"), any("initial_state"), any("final_state"),
       any("cu_seqlens"));
-  m.def(
-      "forward",
-      [state](const nb::tuple& arrays, handle gate, handle beta_kind, handle l2norm,
-              handle lower_bound, handle scale, handle threads, handle sequence_split,
-              handle check_cu_seqlens, handle value_split, handle inside_dispatcher) {
-        CallOptions options = options_of(gate, beta_kind, l2norm, lower_bound, scale, threads,
-                                         sequence_split, check_cu_seqlens, value_split);
-        options.inside_dispatcher = read_bool("inside_dispatcher", inside_dispatcher);
-        return run(*state, unpack(arrays), options);
-      },
-      any("arrays"), any("gate"), any("beta_kind"), any("l2norm"), any("lower_bound"), any("scale"),
-      any("threads"), any("sequence_split"), any("check_cu_seqlens"), any("value_split"),
-      any("inside_dispatcher"));
-  m.def(
-      "plan",
-      [state](const nb::tuple& arrays, handle gate, handle beta_kind, handle l2norm,
-              handle lower_bound, handle scale, handle threads, handle sequence_split,
-              handle check_cu_seqlens, handle value_split) {
-        return std::const_pointer_cast<ForwardPlan>(
-            plan(*state, unpack(arrays),
-                 options_of(gate, beta_kind, l2norm, lower_bound, scale, threads, sequence_split,
-                            check_cu_seqlens, value_split)));
-      },
-      any("arrays"), any("gate"), any("beta_kind"), any("l2norm"), any("lower_bound"), any("scale"),
-      any("threads"), any("sequence_split"), any("check_cu_seqlens"), any("value_split"));
+  m.def("forward",
+        [state](const nb::tuple& arrays, const nb::tuple& options, bool inside_dispatcher) {
+          CallOptions read = options_of(options);
+          read.inside_dispatcher = inside_dispatcher;
+          return run(*state, unpack<kArrayCount>("arrays", arrays), read);
+        });
+  m.def("plan", [state](const nb::tuple& arrays, const nb::tuple& options) {
+    return std::const_pointer_cast<ForwardPlan>(
+        plan(*state, unpack<kArrayCount>("arrays", arrays), options_of(options)));
+  });
   m.def("set_workspace_allocator",
         [state](nb::callable allocate) { state->allocate_workspace = std::move(allocate); });
 }

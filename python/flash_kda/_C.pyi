@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 GATE_LOWER_BOUND: Final[int]
 GATE_SOFTPLUS: Final[int]
@@ -92,36 +92,18 @@ def fwd(
     /,
 ) -> bool: ...
 
-# arrays: q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, initial_state_indices,
+# q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, initial_state_indices,
 # final_state_indices, cu_seqlens, checkpoint_states, checkpoint_sequences, checkpoint_positions,
-# checkpoint_slots. False: nothing was done, the call must go through torch's dispatcher.
-def forward(
-    arrays: tuple[Any, ...],
-    gate: int,
-    beta_kind: int,
-    l2norm: bool,
-    lower_bound: float | None,
-    scale: float | None,
-    threads: int,
-    sequence_split: bool,
-    check_cu_seqlens: bool,
-    value_split: int,
-    inside_dispatcher: bool,
-    /,
-) -> bool: ...
-def plan(
-    arrays: tuple[Any, ...],
-    gate: int,
-    beta_kind: int,
-    l2norm: bool,
-    lower_bound: float | None,
-    scale: float | None,
-    threads: int,
-    sequence_split: bool,
-    check_cu_seqlens: bool,
-    value_split: int,
-    /,
-) -> Plan | None: ...
+# checkpoint_slots
+_Arrays: TypeAlias = tuple[Any, ...]
+
+# gate, beta_kind, l2norm, lower_bound, scale, threads, sequence_split, check_cu_seqlens,
+# value_split
+_Options: TypeAlias = tuple[Any, ...]
+
+# False: nothing was done, the call must go through torch's dispatcher.
+def forward(arrays: _Arrays, options: _Options, inside_dispatcher: bool, /) -> bool: ...
+def plan(arrays: _Arrays, options: _Options, /) -> Plan | None: ...
 def set_workspace_allocator(allocate: Callable[[Any, int], Any], /) -> None: ...
 def backends() -> list[BackendInfo]: ...
 def version() -> str: ...

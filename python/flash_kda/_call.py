@@ -24,10 +24,10 @@ def _compiling() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
-def _dispatch(arrays: tuple[Any, ...], *options: Any) -> None:
+def _dispatch(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     from flash_kda import _torch
 
-    _torch.dispatch(arrays, *options)
+    _torch.dispatch(arrays, options)
 
 
 def fwd(
@@ -83,11 +83,12 @@ def fwd(
         return
     if lower_bound is None:
         raise ValueError("lower_bound: expected a number in [-5, 0], got None")
-    _dispatch(
-        (q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, None, None, cu_seqlens,
-         None, None, None, None),
-        GATE_LOWER_BOUND, BETA_LOGIT, True, lower_bound, scale, 0, True, False, 0,
+    arrays = (
+        q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, None, None, cu_seqlens,
+        None, None, None, None,
     )  # fmt: skip
+    options = (GATE_LOWER_BOUND, BETA_LOGIT, True, lower_bound, scale, 0, True, False, 0)
+    _dispatch(arrays, options)
 
 
 def chunk_kda(
@@ -232,9 +233,9 @@ def chunk_kda(
         check_cu_seqlens, value_split,
     )  # fmt: skip
     if _plan_only:
-        return _C.plan(arrays, *options), None
-    if compiling or not _C.forward(arrays, *options, False):
-        _dispatch(arrays, *options)
+        return _C.plan(arrays, options), None
+    if compiling or not _C.forward(arrays, options, False):
+        _dispatch(arrays, options)
 
     if own.final_target is not None:
         target = _library_of("final_state", own.final_target, compiling)

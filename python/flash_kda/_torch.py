@@ -30,8 +30,7 @@ _NAMES = tuple(argument.name for argument in _forward._schema.arguments[:_ARRAYS
 
 
 def _run(*args: Any) -> None:
-    inside_dispatcher = True
-    _C.forward(args[:_ARRAYS], *(*args[_ARRAYS:], inside_dispatcher))
+    _C.forward(args[:_ARRAYS], args[_ARRAYS:], True)
 
 
 def _refuse_gradient(*args: Any) -> None:
@@ -67,7 +66,7 @@ def check_gradient(arrays: tuple[torch.Tensor | None, ...]) -> None:
             )
 
 
-def dispatch(arrays: tuple[Any, ...], *options: Any) -> None:
+def dispatch(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     """Runs a call through torch's dispatcher; the arguments are `_C.forward`'s."""
     check_gradient(arrays)
     _forward(*arrays, *options)
