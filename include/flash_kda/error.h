@@ -1,4 +1,5 @@
-// One exception type for each kind of error; all are thrown before any work starts unless said otherwise.
+// One exception type for each kind of error; all are thrown before any work starts unless said
+// otherwise.
 #pragma once
 
 #include <stdexcept>
@@ -18,13 +19,15 @@ class TypeError : public Error {
   using Error::Error;
 };
 
-// Wrong shape, dtype, stride, device or range. The text names the argument, what was expected, what came (Python: ValueError).
+// Wrong shape, dtype, stride, device or range. The text names the argument, what was expected, what
+// came (Python: ValueError).
 class ValueError : public Error {
  public:
   using Error::Error;
 };
 
-// A legal call that this device or build does not serve. The text names both (Python: NotImplementedError).
+// A legal call that this device or build does not serve. The text names both (Python:
+// NotImplementedError).
 class NotImplementedError : public Error {
  public:
   using Error::Error;

@@ -36,7 +36,8 @@ struct Device {
 std::string to_string(Device device);
 
 // A strided view of memory that somebody else owns. `rank < 0` means "not given".
-// Strides count elements, are 64-bit, and may be zero; the stride of a size-1 dimension means nothing.
+// Strides count elements, are 64-bit, and may be zero; the stride of a size-1 dimension means
+// nothing.
 struct TensorView {
   static constexpr int kMaxRank = 8;
 
