@@ -203,7 +203,7 @@ def test_in_place_pools_and_checkpoints(
         agree(started.final, fresh[1], "negative slot: state")
 
         marks = ((0, 0, 4), (0, 64, 1), (0, 128, 3), (2, 64, 0), (3, 0, -1), (1, 0, 6))
-        kept = package(p.but(checkpoints=marks), device)
+        kept = package(p.but(checkpoints=marks, checkpoint_dtype=state), device)
         check_result(case, kept)
         wanted = recurrent_kda(
             p.q, p.k, p.v, p.g, p.beta, A_log=p.A_log, dt_bias=p.dt_bias, cu_seqlens=p.cu_seqlens,

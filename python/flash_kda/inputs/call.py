@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flash_kda._host import Array
-from flash_kda.inputs.problem import BF16, FP32, Problem
+from flash_kda.inputs.problem import BF16, Problem
 
 # What outputs hold before a call: a NaN whose bits no computation produces.
 _POISON = {2: 0x7FED, 4: 0x7FEDBEEF}
@@ -159,15 +159,13 @@ def package(
     sent_final = None if final is None else convert(final)
     if in_place:
         sent["initial_state"] = sent_final
-    back = flash_kda.chunk_kda(
-        **sent,
-        **arguments(problem),
-        out=sent_out,
-        final_state=sent_final,
-        checkpoint_states=sent_states,
-        output_final_state=final is not None,
-        threads=threads,
-    )
+    call = sent | arguments(problem)
+    call |= {"out": sent_out, "final_state": sent_final, "checkpoint_states": sent_states}
+    call |= {"output_final_state": final is not None, "threads": threads}
+    ran = flash_kda.plan_forward(**call).backend  # a fallback to another backend must not pass
+    if ran.partition("-")[0] != device.partition(":")[0]:
+        raise AssertionError(f"plan: expected a {device} backend, got {ran}")
+    back = flash_kda.chunk_kda(**call)
     if framework == "torch" or device != "cpu":
         result, final = from_torch(sent_out), None if final is None else from_torch(sent_final)
         given = {name: from_torch(x) for name, x in sent.items()}
@@ -190,7 +188,7 @@ def _checkpoints(problem: Problem) -> dict[str, Array]:
         "checkpoint_sequences": columns[0],
         "checkpoint_positions": columns[1],
         "checkpoint_slots": columns[2],
-        "checkpoint_states": poison(np.empty(shape, problem.final_dtype or FP32)),
+        "checkpoint_states": poison(np.empty(shape, problem.checkpoint_dtype)),
     }
 
 

@@ -42,8 +42,9 @@ class Problem:
     cu_seqlens: Array | None = None  # [N + 1]
     initial_state_indices: Array | None = None  # [N]
     final_state_indices: Array | None = None  # [N]
-    # (sequence, position, slot) of states to keep on the way, in the final state's dtype
+    # (sequence, position, slot) of states to keep on the way
     checkpoints: tuple[tuple[int, int, int], ...] | None = None
+    checkpoint_dtype: np.dtype[Any] = FP32
     gate: GateKind = "lower_bound"
     beta_kind: BetaKind = "logit"
     l2norm: bool = True
