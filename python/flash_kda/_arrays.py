@@ -121,21 +121,25 @@ class _Jax(_NumpyLike):
         super().__init__(np)
         self._jax = jax
 
-    def _check_device(self, like: Any) -> None:
+    def _check_device(self, like: Any, name: str) -> None:
         if any(device.platform != "cpu" for device in like.devices()):
             raise NotImplementedError(
-                "out: JAX arrays on a GPU cannot be written by a call, and JAX lends no memory that"
-                " can; expected JAX arrays on the CPU, or the data as torch or CuPy arrays"
-                " (through DLPack), got JAX arrays on " + str(like.devices())
+                f"{name}: expected JAX arrays on the CPU, or on a GPU the data as torch or CuPy"
+                " arrays (through DLPack), as JAX lends no memory there that a call may write,"
+                f" got a JAX array on {like.devices()}"
             )
 
     def empty(self, like: Any, shape: Shape) -> Any:
-        self._check_device(like)
+        self._check_device(like, "v")
         return super().empty(like, shape)
 
     def empty_float32(self, like: Any, shape: Shape) -> Any:
-        self._check_device(like)
+        self._check_device(like, "v")
         return super().empty_float32(like, shape)
+
+    def empty_bytes(self, like: Any, size: int) -> Any:
+        self._check_device(like, "q")
+        return super().empty_bytes(like, size)
 
     def copy_dense(self, x: Any) -> Any:
         return np.array(x, order="C")
@@ -190,8 +194,16 @@ def _find_library(name: str, x: Any) -> Library:
     )
 
 
-def _allocate_workspace(like: Any, size: int) -> Any:
-    return library_of("q", like).empty_bytes(like, size)
+def _allocate_workspace(q: Any, size: int) -> Any:
+    """Called by the extension where q's type has no exchange API that lends memory."""
+    try:
+        library = library_of("q", q)
+    except TypeError:
+        raise NotImplementedError(
+            f"q: expected a torch or CuPy array, whose allocator lends the {size} bytes of"
+            f" workspace that this call needs, got {type(q).__module__}.{type(q).__name__}"
+        ) from None
+    return library.empty_bytes(q, size)
 
 
 _C.set_workspace_allocator(_allocate_workspace)

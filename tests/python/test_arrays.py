@@ -492,3 +492,24 @@ def test_cupy_allocations_stay_on_the_arrays_device(monkeypatch):
     assert library.empty_float32(like, (4,)).dtype == np.float32
     assert library.empty_bytes(like, 5).dtype == np.uint8
     assert len(entered) == 3
+
+
+def test_workspace_comes_from_the_library_of_q():
+    """The path of libraries without the exchange API; a CPU call itself needs none."""
+    x = np.zeros((2, 3), np.float32)
+    assert _arrays._allocate_workspace(x, 100).nbytes == 100
+    with pytest.raises(NotImplementedError, match="^q: .*100 bytes.*Exporter"):
+        _arrays._allocate_workspace(Exporter(x), 100)
+
+
+def test_jax_on_a_gpu_is_refused():
+    """JAX's memory cannot be written there; a stand-in plays the array on a GPU."""
+    jax = pytest.importorskip("jax")
+    library = _arrays.library_of("q", jax.numpy.zeros(1))
+    device = types.SimpleNamespace(platform="gpu")
+    like = types.SimpleNamespace(devices=lambda: [device], dtype=F32)
+    for call in (library.empty, library.empty_float32):
+        with pytest.raises(NotImplementedError, match="^v: .*JAX"):
+            call(like, (1,))
+    with pytest.raises(NotImplementedError, match="^q: .*JAX"):
+        library.empty_bytes(like, 1)
