@@ -107,7 +107,7 @@ TransactionBarriers::Barrier& TransactionBarriers::find(const char* operation, S
     scheduler_.fail(format("%s: shared address 0x%x (base + %u) is not a barrier", operation, a,
                            a - kSharedBase));
   }
-  if (!clocks_.ordered(found->second.initialised, scheduler_.current().index)) {
+  if (!clocks_.of(scheduler_.current().index).knows(found->second.initialised)) {
     scheduler_.fail(format("%s: no barrier orders the barrier_init of 0x%x (base + %u) before this",
                            operation, a, a - kSharedBase));
   }
@@ -151,9 +151,9 @@ void TransactionBarriers::complete_if_due(SharedAddress a, Barrier& barrier) {
                barrier.woken.front()->index, static_cast<long long>(barrier.phase - 1)));
   }
   barrier.phase += 1;
-  Clocks::join(barrier.completed, barrier.arrived);
-  barrier.arrived.fill(0);
-  barrier.completed[static_cast<std::size_t>(Clocks::deliveries(barrier.index))] =
+  clocks_.join(barrier.completed, barrier.arrived);
+  barrier.arrived = {};
+  barrier.completed.known[static_cast<std::size_t>(Clocks::deliveries(barrier.index))] =
       static_cast<std::uint32_t>(barrier.phase);
   barrier.pending = barrier.arrivals;
   for (Thread* thread : barrier.waiting) scheduler_.wake(*thread);

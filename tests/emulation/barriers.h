@@ -62,9 +62,9 @@ class TransactionBarriers {
     int index = 0;               // in the order of initialisation
     int initialiser = 0;
     Epoch initialised;
-    bool visible = false;        // to the copy engine
-    Clocks::Vector arrived{};    // what those who arrived in this phase knew
-    Clocks::Vector completed{};  // the same of all complete phases
+    bool visible = false;           // to the copy engine
+    Clocks::Knowledge arrived{};    // what those who arrived in this phase knew
+    Clocks::Knowledge completed{};  // the same of all complete phases
     std::vector<Thread*> waiting;
     std::vector<Thread*> woken;  // by the last phase, not run since
   };

@@ -136,7 +136,7 @@ void CopyEngine::store(SharedAddress from, const TensorMap* map, const Coordinat
   Store store{from, map, at, {}};
   store.contents.resize(static_cast<std::size_t>(map->rows()) * kSwizzleRowBytes);
   const int thread = scheduler_.current().index;
-  memory_.start_read("tensor_store", clocks_.known(thread), from, store.contents.data(),
+  memory_.start_read("tensor_store", clocks_.of(thread), from, store.contents.data(),
                      static_cast<int>(store.contents.size()));
   stores_[static_cast<std::size_t>(thread)].open.push_back(std::move(store));
   scheduler_.maybe_preempt();
@@ -159,7 +159,7 @@ void CopyEngine::wait_read(const char* operation, int pending) {
 
 void CopyEngine::finish(const char* operation, const Store& store) {
   const int thread = scheduler_.current().index;
-  if (!memory_.finish_read("tensor_store", clocks_.known(thread), clocks_.now(thread), store.from,
+  if (!memory_.finish_read("tensor_store", clocks_.of(thread), clocks_.now(thread), store.from,
                            store.contents.data(), static_cast<int>(store.contents.size()))) {
     scheduler_.fail(
         format("%s: shared memory at 0x%x (base + %u) has changed since the "

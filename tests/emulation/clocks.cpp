@@ -4,77 +4,65 @@
 
 namespace flash_kda::emulation {
 
-Clocks::Clocks(int threads)
-    : known_(static_cast<std::size_t>(threads)), fence_clocks_(static_cast<std::size_t>(threads)) {
-  for (std::size_t i = 0; i < known_.size(); ++i) {
-    known_[i].fill(0);
-    known_[i][i] = 1;
-  }
+Clocks::Clocks(int threads) : threads_(static_cast<std::size_t>(threads)) {
+  for (int i = 0; i < threads; ++i) tick(i);
 }
 
 std::string Clocks::describe(int actor) {
-  if (actor < kMaxThreads) return format("thread %d", actor);
-  if (actor < kMaxThreads + kMaxWarps) return format("a wgmma of warp %d", actor - kMaxThreads);
+  if (is_thread(actor)) return format("thread %d", actor - actor_of(0));
+  if (actor >= matrix_unit(0)) return format("a wgmma of warp %d", actor - matrix_unit(0));
   return "a tensor_load";
 }
 
 Epoch Clocks::now(int thread) const {
-  return {static_cast<std::uint16_t>(thread), known(thread)[static_cast<std::size_t>(thread)]};
+  const int actor = actor_of(thread);
+  return {static_cast<std::uint16_t>(actor), of(thread).known[static_cast<std::size_t>(actor)]};
 }
 
-void Clocks::join(Vector& to, const Vector& from) {
-  for (std::size_t i = 0; i < to.size(); ++i) to[i] = std::max(to[i], from[i]);
+void Clocks::join(Knowledge& to, const Knowledge& from) const {
+  const auto count = static_cast<std::size_t>(actors());
+  for (std::size_t i = 0; i < count; ++i) to.known[i] = std::max(to.known[i], from.known[i]);
+  for (std::size_t i = 0; i < count; ++i) to.fenced[i] = std::max(to.fenced[i], from.fenced[i]);
 }
 
-Clocks::Vector Clocks::known_to_warp(int warp) const {
-  Vector all = known(kWarpSize * warp);
-  for (int lane = 1; lane < kWarpSize; ++lane) join(all, known(kWarpSize * warp + lane));
+Clocks::Knowledge Clocks::of_warp(int warp) const {
+  Knowledge all = of(kWarpSize * warp);
+  for (int lane = 1; lane < kWarpSize; ++lane) join(all, of(kWarpSize * warp + lane));
   return all;
 }
 
 void Clocks::meet(const std::vector<int>& threads) {
-  Vector all = known(threads.front());
-  for (const int thread : threads) join(all, known(thread));
+  Knowledge all = of(threads.front());
+  for (const int thread : threads) join(all, of(thread));
   for (const int thread : threads) {
-    Vector& mine = known_[static_cast<std::size_t>(thread)];
-    mine = all;
-    mine[static_cast<std::size_t>(thread)] += 1;
+    join(mine(thread), all);
+    tick(thread);
   }
 }
 
 void Clocks::meet_warp(int warp) {
-  const Vector all = known_to_warp(warp);
-  for (int i = kWarpSize * warp; i < kWarpSize * (warp + 1); ++i) {
-    known_[static_cast<std::size_t>(i)] = all;
-    known_[static_cast<std::size_t>(i)][static_cast<std::size_t>(i)] += 1;
+  const Knowledge all = of_warp(warp);
+  for (int thread = kWarpSize * warp; thread < kWarpSize * (warp + 1); ++thread) {
+    join(mine(thread), all);
+    tick(thread);
   }
 }
 
-void Clocks::release(int thread, Vector& to) {
-  Vector& mine = known_[static_cast<std::size_t>(thread)];
-  join(to, mine);
-  mine[static_cast<std::size_t>(thread)] += 1;
+void Clocks::release(int thread, Knowledge& to) {
+  join(to, of(thread));
+  tick(thread);
 }
 
 Epoch Clocks::matrix_reads_done(int warp) {
   const auto actor = static_cast<std::size_t>(matrix_unit(warp));
-  const std::uint32_t clock = known(kWarpSize * warp)[actor] + 1;
-  for (int lane = 0; lane < kWarpSize; ++lane) {
-    known_[static_cast<std::size_t>(kWarpSize * warp + lane)][actor] = clock;
-  }
+  const std::uint32_t clock = of(kWarpSize * warp).known[actor] + 1;
+  for (int lane = 0; lane < kWarpSize; ++lane) mine(kWarpSize * warp + lane).known[actor] = clock;
   return {static_cast<std::uint16_t>(actor), clock};
 }
 
-void Clocks::fence(int thread) {
-  // A clock of its own, so that a release before the fence does not pass for one after it.
-  std::uint32_t& mine = known_[static_cast<std::size_t>(thread)][static_cast<std::size_t>(thread)];
-  mine += 1;
-  fence_clocks_[static_cast<std::size_t>(thread)].push_back(mine);
-}
-
-bool Clocks::fenced(int thread, std::uint32_t fences, const Vector& by) const {
-  const std::vector<std::uint32_t>& clocks = fence_clocks_[static_cast<std::size_t>(thread)];
-  return fences < clocks.size() && clocks[fences] <= by[static_cast<std::size_t>(thread)];
+void Clocks::fence_async_proxy(int thread) {
+  mine(thread).fenced = of(thread).known;
+  tick(thread);  // later stores have a later clock
 }
 
 }  // namespace flash_kda::emulation

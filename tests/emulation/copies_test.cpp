@@ -182,11 +182,11 @@ TEST(EmulatedCopies, ProxiesAndAlignment) {
     if (fence || thread_index() != 9) fence_async_proxy();
     sync_block();
   };
-  EXPECT_ERROR("stored by thread 9 without a fence_async_proxy", 32, 0, [&](SharedAddress base) {
+  EXPECT_ERROR("stored by thread 9, and no fence_async_proxy", 32, 0, [&](SharedAddress base) {
     fill(base, false);
     if (thread_index() == 0) tensor_store(base, &tensor.map, 0, 0, 0, 0);
   });
-  EXPECT_ERROR("stored by thread 9 without a fence_async_proxy", 32, 0, [&](SharedAddress base) {
+  EXPECT_ERROR("stored by thread 9, and no fence_async_proxy", 32, 0, [&](SharedAddress base) {
     init_barrier(base);
     fill(base, false);
     if (thread_index() != 0) return;

@@ -134,26 +134,28 @@ void publish() {
   sync_block();
 }
 
+// Element i of a thread's accumulators.
+int accumulator_row(int i) { return 16 * (thread_index() / 32 % 4) + g() + 8 * (i / 2 % 2); }
+int accumulator_column(int i) { return 8 * (i / 4) + 2 * t() + i % 2; }
+
 template <std::size_t kN>
-void fill(float (&d)[kN], const Matrix& c) {
-  const int row = 16 * (thread_index() / 32) + g();
-  for (std::size_t i = 0; i < kN; ++i) {
-    const int at = static_cast<int>(i);
-    d[i] = c(row + 8 * (at / 2 % 2), 8 * (at / 4) + 2 * t() + at % 2);
+void fill(float (&d)[kN], const Matrix& c, int first_column) {
+  for (int i = 0; i < static_cast<int>(kN); ++i) {
+    d[i] = c(accumulator_row(i), first_column + accumulator_column(i));
   }
 }
 
 template <std::size_t kN>
-void expect_equal(const float (&d)[kN], const Matrix& want) {
-  const int row = 16 * (thread_index() / 32) + g();
-  for (std::size_t i = 0; i < kN; ++i) {
-    const int at = static_cast<int>(i);
-    EXPECT_EQ(d[i], want(row + 8 * (at / 2 % 2), 8 * (at / 4) + 2 * t() + at % 2));
+void expect_equal(const float (&d)[kN], const Matrix& want, int first_column) {
+  for (int i = 0; i < static_cast<int>(kN); ++i) {
+    EXPECT_EQ(d[i], want(accumulator_row(i), first_column + accumulator_column(i)));
   }
 }
 
-template <int kColumns, class Issue>
+// d (+)= a b with b in K-major tiles; columns 32 i.. in d[i].
+template <int kParts, class Issue>
 void check_k_major(Issue issue) {
+  constexpr int kColumns = 32 * kParts;
   const Matrix a(64, kInner, 7), b(kInner, kColumns, 8), c(64, kColumns, 9);
   Matrix zero = c;
   for (float& x : zero.x) x = 0;
@@ -163,8 +165,8 @@ void check_k_major(Issue issue) {
       run(128, seed, [&](SharedAddress base) {
         place_by_columns(base, b);
         publish();
-        float d[kColumns / 2];
-        fill(d, c);
+        float d[kParts][16];
+        for (int i = 0; i < kParts; ++i) fill(d[i], c, 32 * i);
         const std::uint64_t descriptor = matrix_descriptor(base, 16, 1024);
         std::uint32_t r[kInner / 16][4];
         for (int k = 0; k < kInner; k += 16)
@@ -173,24 +175,24 @@ void check_k_major(Issue issue) {
         for (unsigned k = 0; k < kInner / 16; ++k) {
           issue(d, r[k], descriptor + k / 4 * (kTileGap >> 4) + k % 4 * 2, accumulate || k > 0);
         }
-        EXPECT_TRUE(std::isnan(d[0]));  // not to be used before the wait
+        EXPECT_TRUE(std::isnan(d[0][0]));  // not to be used before the wait
         wgmma_commit();
         wgmma_wait<0>();
-        expect_equal(d, want);
+        for (int i = 0; i < kParts; ++i) expect_equal(d[i], want, 32 * i);
       });
     }
   }
 }
 
 TEST(EmulatedWgmma, KMajor64) {
-  check_k_major<64>([](float (&d)[32], const std::uint32_t* a, std::uint64_t b, bool accumulate) {
-    wgmma_n64(d, a, b, accumulate);
+  check_k_major<2>([](float (&d)[2][16], const std::uint32_t* a, std::uint64_t b, bool accumulate) {
+    wgmma_n64(d[0], d[1], a, b, accumulate);
   });
 }
 
 TEST(EmulatedWgmma, KMajor32) {
-  check_k_major<32>([](float (&d)[16], const std::uint32_t* a, std::uint64_t b, bool accumulate) {
-    wgmma_n32(d, a, b, accumulate);
+  check_k_major<1>([](float (&d)[1][16], const std::uint32_t* a, std::uint64_t b, bool accumulate) {
+    wgmma_n32(d[0], a, b, accumulate);
   });
 }
 
@@ -203,8 +205,7 @@ TEST(EmulatedWgmma, RowMajor128) {
       publish();
       if (thread_index() < 128) return;
       float d[64];
-      const int row = 16 * (thread_index() / 32 % 4) + g();
-      for (int i = 0; i < 64; ++i) d[i] = c(row + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * t() + i % 2);
+      fill(d, c, 0);
       const std::uint64_t descriptor = matrix_descriptor(base, kTileGap, 1024);
       wgmma_fence();
       for (unsigned k = 0; k < 2; ++k) {
@@ -214,9 +215,7 @@ TEST(EmulatedWgmma, RowMajor128) {
       }
       wgmma_commit();
       wgmma_wait<0>();
-      for (int i = 0; i < 64; ++i) {
-        EXPECT_EQ(d[i], want(row + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * t() + i % 2));
-      }
+      expect_equal(d, want, 0);
     });
   }
 }
@@ -299,7 +298,7 @@ TEST(EmulatedWgmma, ReportsMisuse) {
   EXPECT_NO_THROW(run(128, 1, product_of(32, true, true, 0)));
   EXPECT_ERROR("has not been written", 128, 1, product_of(31, true, true, 0));
   EXPECT_ERROR("no wgmma_fence", 128, 1, product_of(32, false, true, 0));
-  EXPECT_ERROR("without a fence_async_proxy", 128, 1, product_of(32, true, false, 0));
+  EXPECT_ERROR("and no fence_async_proxy", 128, 1, product_of(32, true, false, 0));
   EXPECT_ERROR("expected a start at 0, 32, 64 or 96", 128, 1, product_of(32, true, true, 1));
   EXPECT_ERROR("expected 128-byte swizzle", 128, 1, product_of(32, true, true, 1ull << 63));
   EXPECT_ERROR("bits outside the fields", 128, 1, product_of(32, true, true, 1ull << 49));

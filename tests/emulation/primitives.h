@@ -181,7 +181,7 @@ inline void store_matrix_transposed(SharedAddress row, std::uint32_t r0, std::ui
                           {r0, r1, r2, r3});
 }
 inline void fence_async_proxy() {
-  detail::block().clocks.fence(detail::thread_index());
+  detail::block().clocks.fence_async_proxy(detail::thread_index());
   detail::block().scheduler.maybe_preempt();
 }
 
@@ -249,6 +249,16 @@ inline void mma_tf32(float (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uin
 inline void wgmma_n64(float (&d)[32], const std::uint32_t* a, std::uint64_t b, bool accumulate) {
   detail::block().products.issue("wgmma_n64", d, 64, a, b, emulation::WarpgroupProducts::Major::kK,
                                  accumulate);
+}
+inline void wgmma_n64(float (&d0)[16], float (&d1)[16], const std::uint32_t* a, std::uint64_t b,
+                      bool accumulate) {
+  // Two products of half the columns: the descriptor's address field moves on by four groups of 8
+  // rows.
+  const std::uint64_t rows_32 = 4 * ((b >> 32) & 0x3fff);
+  detail::block().products.issue("wgmma_n64", d0, 32, a, b, emulation::WarpgroupProducts::Major::kK,
+                                 accumulate);
+  detail::block().products.issue("wgmma_n64", d1, 32, a, b + rows_32,
+                                 emulation::WarpgroupProducts::Major::kK, accumulate);
 }
 inline void wgmma_n32(float (&d)[16], const std::uint32_t* a, std::uint64_t b, bool accumulate) {
   detail::block().products.issue("wgmma_n32", d, 32, a, b, emulation::WarpgroupProducts::Major::kK,

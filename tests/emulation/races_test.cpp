@@ -114,25 +114,31 @@ TEST(EmulatedRaces, BarriersMustBeInitialisedBefore) {
   });
 }
 
-// The fence must come before the synchronisation, not just before the use.
-TEST(EmulatedRaces, FencesAfterTheReleaseAreTooLate) {
-  for (const bool late : {false, true}) {
-    const auto body = [late](SharedAddress base) {
-      for (int i = thread_index(); i < 32 * 32; i += 128) store_u32(word(base, i), 0);
-      if (!late) fence_async_proxy();
+// A fence on the way of a store to the asynchronous reader: by the writer before it releases, or by
+// the reader after it acquired.
+TEST(EmulatedRaces, FencesBetweenProxies) {
+  alignas(16) static std::uint16_t data[8 * 64];
+  const TensorMap map = make_tensor_map(data, {64, 1, 8, 1}, {2, 128, 128, 1024}, {64, 1, 8, 1});
+  enum Where { kWriter, kReader, kWriterTooLate, kReaderTooEarly, kBystander };
+  for (const Where where : {kWriter, kReader, kWriterTooLate, kReaderTooEarly, kBystander}) {
+    const auto body = [&map, where](SharedAddress base) {
+      const bool writer = thread_index() < 64, reader = thread_index() == 64;
+      if (where == kReaderTooEarly && reader) fence_async_proxy();
+      for (int i = thread_index(); writer && i < 256; i += 64) store_u32(word(base, i), 0);
+      if (where == kWriter && writer) fence_async_proxy();
       sync_block();
-      if (late) fence_async_proxy();
-      std::uint32_t a[4] = {};
-      float d[16] = {};
-      wgmma_fence();
-      wgmma_n32(d, a, matrix_descriptor(base, 16, 1024), false);
-      wgmma_commit();
-      wgmma_wait<0>();
+      if (where == kWriterTooLate && writer) fence_async_proxy();
+      if (where == kReader && reader) fence_async_proxy();
+      if (where == kBystander && thread_index() == 65) fence_async_proxy();
+      if (!reader) return;
+      tensor_store(base, &map, 0, 0, 0, 0);
+      tensor_store_commit();
+      tensor_store_wait_all();
     };
-    if (late) {
-      EXPECT_ERROR_WITH_EACH_SEED("without a fence_async_proxy between", 128, body);
+    if (where <= kReader) {
+      for (const std::uint64_t seed : kSeeds) EXPECT_NO_THROW(run(96, seed, body));
     } else {
-      for (const std::uint64_t seed : kSeeds) EXPECT_NO_THROW(run(128, seed, body));
+      EXPECT_ERROR_WITH_EACH_SEED("no fence_async_proxy stands between", 96, body);
     }
   }
 }

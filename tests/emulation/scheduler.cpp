@@ -14,9 +14,14 @@ namespace {
 constexpr int kPreemptionPeriod = 48;
 // Mean number of thread switches between two steps of the copy engine.
 constexpr int kProgressPeriod = 64;
+// Entries that have run before the unseeded queue is cut.
+constexpr std::size_t kLongestQueue = 4096;
 
 // Set while a block runs: a fiber's entry finds its scheduler by it. One block runs at a time.
 Scheduler* running = nullptr;
+
+// Unwinds the stack of a thread that will not go on.
+struct Cancelled {};
 
 std::string describe_gather(const Thread& thread) { return thread.operation; }
 
@@ -62,10 +67,13 @@ std::uint64_t Scheduler::random() {
 void Scheduler::thread_entry(void* argument) {
   auto& thread = *static_cast<Thread*>(argument);
   Scheduler& scheduler = *running;
+  thread.started = true;
   try {
     (*scheduler.body_)();
     scheduler.live_ -= 1;
     (*scheduler.thread_done_)();
+  } catch (const Cancelled&) {
+    // Somebody else's failure ends the run.
   } catch (...) {
     scheduler.failure_ = std::current_exception();
   }
@@ -82,28 +90,54 @@ void Scheduler::run(const std::function<void()>& body, const std::function<bool(
   } guard(this);
   body_ = &body;
   thread_done_ = &thread_done;
-  while (live_ > 0) {
-    if (next_ready_ == ready_.size()) {
-      ready_.clear();
-      next_ready_ = 0;
-      if (!progress(true)) deadlock();
-      continue;
-    }
-    if (seeded_ && random() % kProgressPeriod == 0) progress(false);
-    if (seeded_) {
-      std::swap(ready_[random() % ready_.size()], ready_.back());
-      current_ = ready_.back();
-      ready_.pop_back();
-    } else {
-      current_ = ready_[next_ready_++];
-      if (next_ready_ > 4096) {  // keep the queue short
-        ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(next_ready_));
-        next_ready_ = 0;
-      }
-    }
-    current_->fiber.resume();
-    if (failure_) std::rethrow_exception(failure_);
+  try {
+    while (live_ > 0 && !failure_) step(progress);
+  } catch (...) {
+    failure_ = std::current_exception();
   }
+  if (failure_) {
+    cancel();
+    std::rethrow_exception(failure_);
+  }
+}
+
+// Runs one thread until it waits, or lets the copy engine do something.
+void Scheduler::step(const std::function<bool(bool)>& progress) {
+  if (next_ready_ == ready_.size()) {
+    ready_.clear();
+    next_ready_ = 0;
+    if (!progress(true)) deadlock();
+    return;
+  }
+  if (seeded_) {
+    if (random() % kProgressPeriod == 0) progress(false);
+    std::swap(ready_[random() % ready_.size()], ready_.back());
+    current_ = ready_.back();
+    ready_.pop_back();
+  } else {
+    current_ = ready_[next_ready_++];
+    if (next_ready_ > kLongestQueue) {
+      ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(next_ready_));
+      next_ready_ = 0;
+    }
+  }
+  current_->fiber.resume();
+}
+
+void Scheduler::cancel() {
+  const std::exception_ptr failure = failure_;
+  cancelled_ = true;
+  for (Thread& thread : threads_) {
+    if (!thread.started || thread.done) continue;
+    current_ = &thread;
+    thread.fiber.resume();
+  }
+  failure_ = failure;  // not what destructors may have thrown on the way
+}
+
+void Scheduler::suspend() {
+  current_->fiber.suspend();
+  if (cancelled_) throw Cancelled();
 }
 
 void Scheduler::wait(const char* operation, std::string (*describe)(const Thread&),
@@ -113,19 +147,15 @@ void Scheduler::wait(const char* operation, std::string (*describe)(const Thread
   thread.describe_wait = describe;
   thread.wait_object = object;
   thread.wait_value = value;
-  thread.waiting = true;
-  thread.fiber.suspend();
+  suspend();
 }
 
-void Scheduler::wake(Thread& thread) {
-  thread.waiting = false;
-  ready_.push_back(&thread);
-}
+void Scheduler::wake(Thread& thread) { ready_.push_back(&thread); }
 
 void Scheduler::preempt() {
   until_preemption_ = 1 + static_cast<int>(random() % (2 * kPreemptionPeriod));
   ready_.push_back(current_);
-  current_->fiber.suspend();
+  suspend();
 }
 
 bool Scheduler::join(const char* operation, void* arguments) {

@@ -37,8 +37,7 @@ struct Thread {
 
   int index = 0;
   Fiber fiber;
-  bool done = false;
-  bool waiting = false;
+  bool started = false, done = false;
   std::string (*describe_wait)(const Thread&) = nullptr;
   const char* operation = "";
   std::int64_t wait_object = 0, wait_value = 0;  // what describe_wait prints
@@ -95,6 +94,10 @@ class Scheduler {
   };
 
   static void thread_entry(void* thread);
+  void step(const std::function<bool(bool)>& progress);
+  void suspend();
+  // Unwinds the stacks of all threads that have started and not returned.
+  void cancel();
   bool join(const char* operation, void* arguments);
   void release(Warp& warp);
   void preempt();
@@ -112,6 +115,7 @@ class Scheduler {
   std::vector<Thread*> ready_;
   std::size_t next_ready_ = 0;  // of the unseeded queue: entries before it have run
   std::exception_ptr failure_;
+  bool cancelled_ = false;
   const std::function<void()>* body_ = nullptr;
   const std::function<void()>* thread_done_ = nullptr;
 };

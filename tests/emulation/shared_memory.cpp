@@ -57,15 +57,16 @@ void SharedMemory::race(const char* operation, std::size_t granule, const char* 
 }
 
 void SharedMemory::check_reads(const char* operation, std::size_t granule,
-                               const Clocks::Vector& known) const {
+                               const Clocks::Knowledge& by) const {
   const Reads& reads = reads_[granule];
   for (int i = 0; i < reads.count; ++i) {
     const Epoch e = reads.few[i];
-    if (e.clock > known[e.actor]) race(operation, granule, "a read by", e.actor);
+    if (!by.knows(e)) race(operation, granule, "a read by", e.actor);
   }
   if (reads.many == nullptr) return;
-  for (std::size_t actor = 0; actor < known.size(); ++actor) {
-    if ((*reads.many)[actor] > known[actor]) {
+  const auto actors = static_cast<std::size_t>(clocks_.actors());
+  for (std::size_t actor = 0; actor < actors; ++actor) {
+    if ((*reads.many)[actor] > by.known[actor]) {
       race(operation, granule, "a read by", static_cast<int>(actor));
     }
   }
@@ -102,12 +103,12 @@ void SharedMemory::clear_reads(std::size_t granule) {
 void SharedMemory::load(const char* operation, int thread, SharedAddress a, void* to, int bytes,
                         int alignment) {
   const std::size_t offset = check(operation, a, bytes, alignment);
-  const Clocks::Vector& known = clocks_.known(thread);
+  const Clocks::Knowledge& by = clocks_.of(thread);
   const Epoch now = clocks_.now(thread);
   const std::size_t end = (offset + static_cast<std::size_t>(bytes)) / kGranuleBytes;
   for (std::size_t i = offset / kGranuleBytes; i < end; ++i) {
     if (granules_[i].state < State::kDelivered) bad_state(operation, i);
-    check_write(operation, i, known);
+    check_write(operation, i, by);
     add_read(i, now);
   }
   std::memcpy(to, &bytes_[offset], static_cast<std::size_t>(bytes));
@@ -116,14 +117,14 @@ void SharedMemory::load(const char* operation, int thread, SharedAddress a, void
 void SharedMemory::store(const char* operation, int thread, SharedAddress a, const void* from,
                          int bytes, int alignment) {
   const std::size_t offset = check(operation, a, bytes, alignment);
-  const Clocks::Vector& known = clocks_.known(thread);
-  const Granule stored{State::kStored, clocks_.now(thread), clocks_.fences(thread)};
+  const Clocks::Knowledge& by = clocks_.of(thread);
+  const Granule stored{State::kStored, clocks_.now(thread)};
   const std::size_t end = (offset + static_cast<std::size_t>(bytes)) / kGranuleBytes;
   for (std::size_t i = offset / kGranuleBytes; i < end; ++i) {
     const State state = granules_[i].state;
     if (state == State::kInFlight || state == State::kBarrier) bad_state(operation, i);
-    check_write(operation, i, known);
-    check_reads(operation, i, known);
+    check_write(operation, i, by);
+    check_reads(operation, i, by);
     clear_reads(i);
     granules_[i] = stored;
   }
@@ -131,34 +132,33 @@ void SharedMemory::store(const char* operation, int thread, SharedAddress a, con
 }
 
 void SharedMemory::check_fenced(const char* operation, std::size_t granule,
-                                const Clocks::Vector& known) const {
+                                const Clocks::Knowledge& by) const {
   const Granule& g = granules_[granule];
-  if (g.state != State::kStored || clocks_.fenced(g.written.actor, g.fences, known)) return;
-  scheduler_.fail(
-      format("%s: %s was stored by thread %d without a fence_async_proxy between that and the "
-             "synchronisation",
-             operation, where(granule).c_str(), g.written.actor));
+  if (g.state != State::kStored || by.fence_passed(g.written)) return;
+  scheduler_.fail(format("%s: %s was stored by %s, and no fence_async_proxy stands between",
+                         operation, where(granule).c_str(),
+                         Clocks::describe(g.written.actor).c_str()));
 }
 
-void SharedMemory::start_read(const char* operation, const Clocks::Vector& known, SharedAddress a,
+void SharedMemory::start_read(const char* operation, const Clocks::Knowledge& by, SharedAddress a,
                               void* to, int bytes) {
   const std::size_t offset = check(operation, a, bytes, kGranuleBytes);
   const std::size_t end = (offset + static_cast<std::size_t>(bytes)) / kGranuleBytes;
   for (std::size_t i = offset / kGranuleBytes; i < end; ++i) {
     if (granules_[i].state < State::kDelivered) bad_state(operation, i);
-    check_write(operation, i, known);
-    check_fenced(operation, i, known);
+    check_write(operation, i, by);
+    check_fenced(operation, i, by);
   }
   std::memcpy(to, &bytes_[offset], static_cast<std::size_t>(bytes));
 }
 
-bool SharedMemory::finish_read(const char* operation, const Clocks::Vector& known, Epoch as,
+bool SharedMemory::finish_read(const char* operation, const Clocks::Knowledge& by, Epoch as,
                                SharedAddress a, const void* expected, int bytes) {
   const std::size_t offset = a - kSharedBase;
   const std::size_t end = (offset + static_cast<std::size_t>(bytes)) / kGranuleBytes;
   for (std::size_t i = offset / kGranuleBytes; i < end; ++i) {
     if (granules_[i].state == State::kInFlight) return false;
-    check_write(operation, i, known);
+    check_write(operation, i, by);
     add_read(i, as);
   }
   return std::memcmp(&bytes_[offset], expected, static_cast<std::size_t>(bytes)) == 0;
@@ -166,16 +166,16 @@ bool SharedMemory::finish_read(const char* operation, const Clocks::Vector& know
 
 void SharedMemory::start_write(const char* operation, Epoch as, SharedAddress a, int bytes) {
   const std::size_t offset = check(operation, a, bytes, kGranuleBytes);
-  const Clocks::Vector& known = clocks_.known(scheduler_.current().index);
+  const Clocks::Knowledge& by = clocks_.of(scheduler_.current().index);
   const std::size_t end = (offset + static_cast<std::size_t>(bytes)) / kGranuleBytes;
   for (std::size_t i = offset / kGranuleBytes; i < end; ++i) {
     const State state = granules_[i].state;
     if (state == State::kInFlight || state == State::kBarrier) bad_state(operation, i);
-    check_write(operation, i, known);
-    check_reads(operation, i, known);
-    check_fenced(operation, i, known);
+    check_write(operation, i, by);
+    check_reads(operation, i, by);
+    check_fenced(operation, i, by);
     clear_reads(i);
-    granules_[i] = {State::kInFlight, as, 0};
+    granules_[i] = {State::kInFlight, as};
   }
 }
 

@@ -36,12 +36,12 @@ class SharedMemory {
   void store(const char* operation, int thread, SharedAddress a, const void* from, int bytes,
              int alignment);
 
-  // Reads by the asynchronous units. What threads stored must have been fenced by them, and ordered
-  // before what `known` knows. They happen at some moment between start and finish; false from
+  // Reads by the asynchronous units, issued with the knowledge `by`: what threads stored must be
+  // known and have passed a fence. They happen at some moment between start and finish; false from
   // finish: the bytes are not what start gave. From finish on, `as` has read them.
-  void start_read(const char* operation, const Clocks::Vector& known, SharedAddress a, void* to,
+  void start_read(const char* operation, const Clocks::Knowledge& by, SharedAddress a, void* to,
                   int bytes);
-  bool finish_read(const char* operation, const Clocks::Vector& known, Epoch as, SharedAddress a,
+  bool finish_read(const char* operation, const Clocks::Knowledge& by, Epoch as, SharedAddress a,
                    const void* expected, int bytes);
   // Writes by the copy engine, issued by the current thread; they count as `as`. Between start and
   // finish nobody may touch the bytes.
@@ -62,7 +62,6 @@ class SharedMemory {
   struct Granule {
     State state = State::kUnwritten;
     Epoch written;
-    std::uint32_t fences = 0;  // of the writer, when it wrote
   };
   // Reads since the last write: a few, or one clock for each actor.
   struct Reads {
@@ -76,13 +75,13 @@ class SharedMemory {
   [[noreturn]] void bad_state(const char* operation, std::size_t granule) const;
   [[noreturn]] void race(const char* operation, std::size_t granule, const char* other,
                          int actor) const;
-  void check_fenced(const char* operation, std::size_t granule, const Clocks::Vector& known) const;
-  // That the last write, or the last reads, are ordered before what `known` knows.
-  void check_write(const char* operation, std::size_t granule, const Clocks::Vector& known) const {
+  void check_fenced(const char* operation, std::size_t granule, const Clocks::Knowledge& by) const;
+  // That the last write, or the last reads, are ordered before what `by` knows.
+  void check_write(const char* operation, std::size_t granule, const Clocks::Knowledge& by) const {
     const Epoch e = granules_[granule].written;
-    if (e.clock > known[e.actor]) race(operation, granule, "a write by", e.actor);
+    if (!by.knows(e)) race(operation, granule, "a write by", e.actor);
   }
-  void check_reads(const char* operation, std::size_t granule, const Clocks::Vector& known) const;
+  void check_reads(const char* operation, std::size_t granule, const Clocks::Knowledge& by) const;
   void add_read(std::size_t granule, Epoch e);
   void clear_reads(std::size_t granule);
 

@@ -154,10 +154,10 @@ void WarpgroupProducts::issue_warp(Product& product, Arguments* const (&lanes)[k
   }
   float a[16][16], b[16][kMaxColumns];
   for (int lane = 0; lane < kWarpSize; ++lane) unpack_a(lanes[lane]->a, lane, a);
-  const Clocks::Vector known = clocks_.known_to_warp(scheduler_.current().warp());
+  const Clocks::Knowledge by = clocks_.of_warp(scheduler_.current().warp());
   std::uint16_t* raw = product.b;
   for_each_chunk(product, [&](SharedAddress address, int k, int n) {
-    memory_.start_read(product.operation, known, address, raw, kChunkBytes);
+    memory_.start_read(product.operation, by, address, raw, kChunkBytes);
     for (int i = 0; i < 8; ++i) {
       float& to = product.major == Major::kK ? b[k + i][n] : b[k][n + i];
       to = from_bf16(raw[i]);
@@ -246,21 +246,21 @@ void WarpgroupProducts::wait(int pending) {
       scheduler_.fail(format("wgmma_wait: %zu products are not committed", warp.open));
     }
     const int index = scheduler_.current().warp();
-    const Clocks::Vector known = clocks_.known_to_warp(index);
+    const Clocks::Knowledge by = clocks_.of_warp(index);
     const Epoch as = clocks_.matrix_reads_done(index);
     while (static_cast<int>(warp.groups.size()) > pending) {
-      for (std::size_t i = 0; i < warp.groups.front(); ++i) finish_oldest(warp, known, as);
+      for (std::size_t i = 0; i < warp.groups.front(); ++i) finish_oldest(warp, by, as);
       warp.groups.erase(warp.groups.begin());
     }
     warp.fenced = false;
   });
 }
 
-void WarpgroupProducts::finish_oldest(WarpState& warp, const Clocks::Vector& known, Epoch as) {
+void WarpgroupProducts::finish_oldest(WarpState& warp, const Clocks::Knowledge& by, Epoch as) {
   const Product& product = warp.products.front();
   const std::uint16_t* raw = product.b;
   for_each_chunk(product, [&](SharedAddress address, int /*k*/, int /*n*/) {
-    if (!memory_.finish_read(product.operation, known, as, address, raw, kChunkBytes)) {
+    if (!memory_.finish_read(product.operation, by, as, address, raw, kChunkBytes)) {
       scheduler_.fail(
           format("wgmma_wait: shared address 0x%x (base + %u) has changed since the "
                  "%s that reads it was issued",

@@ -77,7 +77,7 @@ class WarpgroupProducts {
   void issue_warp(Product& product, Arguments* const (&lanes)[kWarpSize]);
   Accumulator& accumulator(WarpState& warp, const char* operation, int columns, bool accumulate,
                            Arguments* const (&lanes)[kWarpSize]);
-  void finish_oldest(WarpState& warp, const Clocks::Vector& known, Epoch as);
+  void finish_oldest(WarpState& warp, const Clocks::Knowledge& by, Epoch as);
   void retire(Accumulator& accumulator);
   WarpState& current_warp();
 
