@@ -93,8 +93,8 @@ def far_on_device(c: Checker) -> None:
     x["dt_bias"] = torch.randn(heads, 128, device=c.device) / 10
     out = torch.full_like(x["v"], float("nan"))
     final = torch.full((1, heads, 128, 128), float("nan"), device=c.device)
-    tokens_of = [x[name] for name in ("q", "k", "v", "g", "beta")]
-    flash_kda.fwd(*tokens_of, None, out, x["A_log"], x["dt_bias"], -5.0, None, final)
+    q, k, v, g, beta = (x[name] for name in ("q", "k", "v", "g", "beta"))
+    flash_kda.fwd(q, k, v, g, beta, None, out, x["A_log"], x["dt_bias"], -5.0, None, final)
 
     picked = [0, heads // 2 - 1, heads - 1]
     few: dict[str, Any] = {n: from_torch(a[:, :, picked]) for n, a in x.items() if a.dim() > 2}
