@@ -42,12 +42,14 @@ const float* float_at(const TensorView& view, std::int64_t i) {
   return static_cast<const float*>(view.data) + offset;
 }
 
-// Rows along the token axis of [B, T, heads, X], from one token and column on; beta is [B, T, heads].
+// Rows along the token axis of [B, T, heads, X], from one token and column on; beta is [B, T,
+// heads].
 template <class Rows>
 Rows token_rows(const TensorView& x, std::int64_t batch, std::int64_t token, std::int64_t head,
                 std::int64_t column = 0) {
   const std::int64_t size = size_of(x.dtype);
-  const std::int64_t offset = batch * x.stride[0] + token * x.stride[1] + head * x.stride[2] + column;
+  const std::int64_t offset =
+      batch * x.stride[0] + token * x.stride[1] + head * x.stride[2] + column;
   return {static_cast<std::byte*>(x.data) + offset * size, x.stride[1] * size, element_of(x.dtype)};
 }
 
@@ -74,8 +76,8 @@ class Call {
     read_checkpoints();
     std::stable_sort(sequences_.begin(), sequences_.end(),
                      [](const Sequence& a, const Sequence& b) { return a.length > b.length; });
-    scale_ = static_cast<float>(
-        args.scale.value_or(1.0 / std::sqrt(static_cast<double>(plan.key_dim))));
+    scale_ =
+        static_cast<float>(args.scale.value_or(1.0 / std::sqrt(static_cast<double>(plan.key_dim))));
   }
 
   std::vector<std::int64_t> lengths() const {
@@ -138,7 +140,8 @@ class Call {
     }
   }
 
-  // Gathers each sequence's checkpoints, by position. Runs while sequences_ is still in the caller's order.
+  // Gathers each sequence's checkpoints, by position. Runs while sequences_ is still in the
+  // caller's order.
   void read_checkpoints() {
     if (!args_.checkpoint_states.defined()) return;
     const std::int64_t slot_bytes =
@@ -182,12 +185,14 @@ class Call {
         return gate;
     }
     gate.log_rate = args_.A_log.defined() ? *float_at(args_.A_log, hv) : 0.0F;
-    // Finite and not 0, so that rate * 0 is 0 and rate * inf is inf: a zero argument always gives the middle of
-    // the gate's range. A gate with |A_log| above 88 is saturated either way. NaN stays.
+    // Finite and not 0, so that rate * 0 is 0 and rate * inf is inf: a zero argument always gives
+    // the middle of the gate's range. A gate with |A_log| above 88 is saturated either way. NaN
+    // stays.
     const double rate = std::exp(static_cast<double>(gate.log_rate));
     using Limits = std::numeric_limits<float>;
-    gate.rate = std::isnan(rate) ? Limits::quiet_NaN()
-                                 : static_cast<float>(std::clamp<double>(rate, Limits::min(), Limits::max()));
+    gate.rate = std::isnan(rate)
+                    ? Limits::quiet_NaN()
+                    : static_cast<float>(std::clamp<double>(rate, Limits::min(), Limits::max()));
     if (args_.dt_bias.defined()) gate.bias = float_at(args_.dt_bias, hv * plan_.key_dim);
     return gate;
   }
@@ -222,11 +227,14 @@ void forward(const ForwardArgs& args, const ForwardPlan& plan, const Kernels& ke
   if (items == 0) return;
 
   struct Free {
-    void operator()(std::byte* p) const { ::operator delete(p, std::align_val_t{kScratchAlignment}); }
+    void operator()(std::byte* p) const {
+      ::operator delete(p, std::align_val_t{kScratchAlignment});
+    }
   };
-  const std::size_t bytes = kernels.scratch_bytes(static_cast<int>(plan.key_dim), std::min(columns, values));
-  const std::unique_ptr<std::byte, Free> scratch(static_cast<std::byte*>(
-      ::operator new(bytes * static_cast<std::size_t>(threads), std::align_val_t{kScratchAlignment})));
+  const std::size_t bytes =
+      kernels.scratch_bytes(static_cast<int>(plan.key_dim), std::min(columns, values));
+  const std::unique_ptr<std::byte, Free> scratch(static_cast<std::byte*>(::operator new(
+      bytes* static_cast<std::size_t>(threads), std::align_val_t{kScratchAlignment})));
 
   parallel_for(items, threads, [&](std::int64_t item, int worker) {
     const std::int64_t part = item % parts;

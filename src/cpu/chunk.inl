@@ -1,19 +1,27 @@
 // What a chunk of n <= kChunk tokens needs that does not depend on the column of V.
 //
-// With d_i = exp(g_i), raw keys and queries k_i, q_i, and products of decays D(a..b) = d_a * ... * d_b, by channel:
+// With d_i = exp(g_i), raw keys and queries k_i, q_i, and products of decays D(a..b) = d_a * ... *
+// d_b, by channel:
 //
-//   read_k[i]  = k_i * D(0..i)        S_0 read_k[i] is what the state at the chunk's start says to key i
-//   read_q[i]  = q_i * D(0..i)
-//   write[j]   = k_j * D(j+1..n-1)    what u_j adds to the state at the chunk's end
-//   decay      = D(0..n-1)
-//   kk[i, j]   = sum_K k_i * k_j * D(j+1..i)    j < i
+//   read_k[i]  = k_i * D(0..i)        S_0 read_k[i] is what the state at the chunk's start says to
+//   key i read_q[i]  = q_i * D(0..i) write[j]   = k_j * D(j+1..n-1)    what u_j adds to the state
+//   at the chunk's end decay      = D(0..n-1) kk[i, j]   = sum_K k_i * k_j * D(j+1..i)    j < i
 //   qk[i, j]   = sum_K q_i * k_j * D(j+1..i)    j <= i
 //
-// Only products of decays, never a quotient: each factor is at most 1, so nothing overflows whatever the gate, a decay
-// of exactly 0 or 1 stays exact, and there is no reference point to choose. At 8 tokens a chunk the pair products are
-// some 3% of the work.
+// Only products of decays, never a quotient: each factor is at most 1, so nothing overflows
+// whatever the gate, a decay of exactly 0 or 1 stays exact, and there is no reference point to
+// choose. At 8 tokens a chunk the pair products are some 3% of the work.
 //
-// The l2norm is a factor for each token and is left out of all of these; panel.inl puts it back in three places.
+// The l2norm is a factor for each token and is left out of all of these; panel.inl puts it back in
+// three places.
+#pragma once
+
+#include <utility>
+
+#include "constants.h"
+#include "cpu/kernels.h"
+#include "cpu/math.inl"
+#include "cpu/rows.inl"
 
 namespace flash_kda::cpu {
 namespace FLASH_KDA_CPU_NAMESPACE {
@@ -45,33 +53,46 @@ struct Workspace {
   int pitch;
 };
 
-// Decays from the raw gates in w.d, and the rows made of them. c.decay is the exponential of the summed log decays,
-// which over a long sequence strays less than a product of n rounded factors.
+// Raw gates in w.d become decays. c.decay is the exponential of the summed log decays, which over a
+// long sequence strays less than a product of n rounded factors.
 template <GateForm F>
-void decay_rows(const Workspace& w, const Chunk& c, const Gate& gate, int n) {
+void decays(const Workspace& w, const Chunk& c, const Gate gate, int n) {
+  static_assert(kChunk % kSideBySide == 0);
+  const int pitch = w.pitch;
+  for (int column = 0; column < pitch; column += kWidth) {
+    const Vec bias = load(w.bias + column);
+    Vec log_sum = splat(0);
+    float* d = w.d + column;
+    for (int first = 0; first < n; first += kSideBySide, d += kSideBySide * pitch) {
+      Vecs<kSideBySide> x;  // rows from n on hold anything
+      for (int i = 0; i < kSideBySide; ++i) x.v[i] = load(d + i * pitch) + bias;
+      const auto g = log_decay<F>(gate, x);
+      for (int i = 0; i < kSideBySide && first + i < n; ++i) log_sum = log_sum + g.v[i];
+      const auto decay = exp(g);
+      for (int i = 0; i < kSideBySide; ++i) store(d + i * pitch, decay.v[i]);
+    }
+    for (int i = n; i < kChunk; ++i) store(w.d + column + i * pitch, splat(1));
+    store(c.decay + column, exp(Vecs<1>{log_sum}).v[0]);
+  }
+}
+
+void read_and_write_rows(const Workspace& w, const Chunk& c, int n) {
   const int pitch = w.pitch;
   for (int column = 0; column < pitch; column += kWidth) {
     const float* q = w.q + column;
     const float* k = w.k + column;
-    float* d = w.d + column;
+    const float* d = w.d + column;
     float* read = c.read + column;
-    const Vec bias = load(w.bias + column);
-    Vec log_sum = splat(0);
+    float* write = c.write + column;
     Vec product = splat(1);
     for (int i = 0; i < n; ++i) {
-      const Vec g = log_decay<F>(gate, load(d + i * pitch) + bias);
-      const Vec decay = exp(g);
-      log_sum = log_sum + g;
-      product = product * decay;
-      store(d + i * pitch, decay);
+      product = product * load(d + i * pitch);
       store(read + i * pitch, load(k + i * pitch) * product);
       store(read + (kChunk + i) * pitch, load(q + i * pitch) * product);
     }
-    for (int i = n; i < kChunk; ++i) store(d + i * pitch, splat(1));
-    store(c.decay + column, exp(log_sum));
     product = splat(1);
     for (int j = n - 1; j >= 0; --j) {
-      store(c.write + column + j * pitch, load(k + j * pitch) * product);
+      store(write + j * pitch, load(k + j * pitch) * product);
       product = product * load(d + j * pitch);
     }
   }
@@ -144,7 +165,8 @@ void strengths(const HeadTask& task, std::int64_t t, int n, float* strength) {
   for (int i = 0; i < n; ++i) strength[i] = rows[i * kWidth];
   if (!task.strength.logit) return;
   for (int i = 0; i < kTokenPad; i += kWidth) {
-    store(strength + i, splat(task.strength.multiplier) * sigmoid(load(strength + i)));
+    store(strength + i,
+          splat(task.strength.multiplier) * sigmoid(Vecs<1>{load(strength + i)}).v[0]);
   }
 }
 
@@ -159,15 +181,16 @@ void prepare(const HeadTask& task, std::int64_t t, int n, const Workspace& w, Ch
   }
   switch (task.gate.form) {
     case GateForm::kLowerBound:
-      decay_rows<GateForm::kLowerBound>(w, c, task.gate, n);
+      decays<GateForm::kLowerBound>(w, c, task.gate, n);
       break;
     case GateForm::kSoftplus:
-      decay_rows<GateForm::kSoftplus>(w, c, task.gate, n);
+      decays<GateForm::kSoftplus>(w, c, task.gate, n);
       break;
     case GateForm::kLogDecay:
-      decay_rows<GateForm::kLogDecay>(w, c, task.gate, n);
+      decays<GateForm::kLogDecay>(w, c, task.gate, n);
       break;
   }
+  read_and_write_rows(w, c, n);
   products(task, w, c, std::make_integer_sequence<int, kChunk>());
   strengths(task, t, n, c.strength);
 }

@@ -1,7 +1,8 @@
-// The seam between the backend and the numerical source, which is compiled once for each instruction set.
+// The seam between the backend and the numerical source, which is compiled once for each
+// instruction set.
 //
-// Plain data and raw pointers only: an inline function of a library header that a kernel file compiles with
-// AVX-512 could be the copy that the linker keeps for everybody.
+// Plain data and raw pointers only: an inline function of a library header that a kernel file
+// compiles with AVX-512 could be the copy that the linker keeps for everybody.
 #pragma once
 
 #include <cstddef>
@@ -9,12 +10,14 @@
 
 namespace flash_kda::cpu {
 
-// Tokens of one step. Checkpoints and sequence ends cut a step short; a multiple of kChunk never does.
+// Tokens of one step. Checkpoints and sequence ends cut a step short; a multiple of kChunk never
+// does.
 inline constexpr int kChunk = 8;
 
 enum class Element : std::uint8_t { kBFloat16, kFloat16, kFloat32 };
 
-// Row t starts at data + t * stride; strides in this file are in bytes. Elements of a row are dense.
+// Row t starts at data + t * stride; strides in this file are in bytes. Elements of a row are
+// dense.
 struct InputRows {
   const std::byte* data;
   std::int64_t stride;
@@ -57,9 +60,9 @@ struct HeadTask {
   InputRows beta;  // [tokens, 1]
   OutputRows out;  // [tokens, columns]
 
-  InputRows initial_state;  // [columns, K]; null data: zeros
-  OutputRows final_state;   // [columns, K]; may be the initial state's storage
-  OutputRows checkpoint;    // [columns, K] of slot 0
+  InputRows initial_state;        // [columns, K]; null data: zeros
+  OutputRows final_state;         // [columns, K]; may be the initial state's storage
+  OutputRows checkpoint;          // [columns, K] of slot 0
   const Checkpoint* checkpoints;  // by position
   std::int64_t checkpoint_count;
 

@@ -1,23 +1,18 @@
-// The numerical source of the CPU backend, included by one thin file for each instruction set, after its vec_*.h and
-// with FLASH_KDA_CPU_NAMESPACE set. Everything is fp32; bf16 and fp16 appear only in loads and stores.
+// The numerical source of the CPU backend, included by one thin file for each instruction set,
+// after its vec_*.h and with FLASH_KDA_CPU_NAMESPACE set. Everything is fp32; bf16 and fp16 appear
+// only in loads and stores.
 //
-// A head is worked on in chunks of kChunk tokens (chunk.inl has the mathematics), kGroup chunks at a time: prepare what
-// all columns share, then for each panel of columns, chunk by chunk, read the state, solve, update (panel.inl). A panel
-// stays in the first-level cache for a whole group. Counted in passes of K * V multiply-adds a token this is 2 for
-// reading and 1 + 1/kChunk for updating, against 4 for token by token.
-
-#include <utility>  // integer_sequence; emits no code
+// A head is worked on in chunks of kChunk tokens (chunk.inl has the mathematics), kGroup chunks at
+// a time: prepare what all columns share, then for each panel of columns, chunk by chunk, read the
+// state, solve, update (panel.inl). A panel stays in the first-level cache for a whole group.
+// Counted in passes of K * V multiply-adds a token this is 2 for reading and 1 + 1/kChunk for
+// updating, against 4 for token by token.
 
 #include "constants.h"
-#include "cpu/kernels.h"
-
-#include "cpu/rows.inl"
-
-#include "cpu/math.inl"
-
 #include "cpu/chunk.inl"
-
+#include "cpu/kernels.h"
 #include "cpu/panel.inl"
+#include "cpu/rows.inl"
 
 namespace flash_kda::cpu {
 namespace FLASH_KDA_CPU_NAMESPACE {
@@ -42,7 +37,9 @@ class Head {
   void step(std::int64_t t);
 
  private:
-  static int floats_of_rows(int pitch) { return (3 * kChunk + 1 + kGroup * (3 * kChunk + 1)) * pitch; }
+  static int floats_of_rows(int pitch) {
+    return (3 * kChunk + 1 + kGroup * (3 * kChunk + 1)) * pitch;
+  }
 
   void prefetch(std::int64_t t) const;
 
@@ -57,7 +54,8 @@ class Head {
 
 std::size_t Head::bytes(int keys, int columns) {
   const int pitch = round_up(keys, kWidth);
-  const int floats = floats_of_rows(pitch) + (round_up(columns, kPanel) + kWidth) * pitch + 3 * kChunk * kPanel;
+  const int floats =
+      floats_of_rows(pitch) + (round_up(columns, kPanel) + kWidth) * pitch + 3 * kChunk * kPanel;
   return static_cast<std::size_t>(round_up(floats * 4, static_cast<int>(kScratchAlignment)));
 }
 
@@ -99,8 +97,8 @@ void Head::store_to(const OutputRows& to, std::int64_t offset) {
   store_state(to, offset, task_.key_dim, task_.columns, workspace_.pitch, tile_, state_);
 }
 
-// Asks for the rows of the group that begins at token t: the rows of one head lie in different pages, where the
-// hardware does not look ahead.
+// Asks for the rows of the group that begins at token t: the rows of one head lie in different
+// pages, where the hardware does not look ahead.
 void Head::prefetch(std::int64_t t) const {
   const std::int64_t left = task_.tokens - t;
   const std::int64_t n = left < kGroupTokens ? left : kGroupTokens;
@@ -121,7 +119,8 @@ void Head::prefetch(std::int64_t t) const {
 void Head::step(std::int64_t t) {
   const int pitch = workspace_.pitch;
   const int keys = task_.key_dim;
-  const int tokens = task_.tokens - t < kGroupTokens ? static_cast<int>(task_.tokens - t) : kGroupTokens;
+  const int tokens =
+      task_.tokens - t < kGroupTokens ? static_cast<int>(task_.tokens - t) : kGroupTokens;
   const auto length = [tokens](int chunk) {
     const int left = tokens - chunk * kChunk;
     return left < kChunk ? left : kChunk;
@@ -150,7 +149,9 @@ void run(const HeadTask& task, std::byte* scratch) {
   head.load();
   std::int64_t mark = 0;
   for (std::int64_t t = 0;; t += kGroupTokens) {
-    for (; mark < task.checkpoint_count && (task.checkpoints[mark].position <= t || t >= task.tokens); ++mark) {
+    for (;
+         mark < task.checkpoint_count && (task.checkpoints[mark].position <= t || t >= task.tokens);
+         ++mark) {
       head.store_to(task.checkpoint, task.checkpoints[mark].offset);
     }
     if (t >= task.tokens) break;

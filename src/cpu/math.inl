@@ -1,64 +1,97 @@
 // Exponential, sigmoid, softplus and the gates, each to about one unit of fp32.
+#pragma once
+
+#include "cpu/kernels.h"
 
 namespace flash_kda::cpu {
 namespace FLASH_KDA_CPU_NAMESPACE {
 namespace {
 
+// N vectors, worked on side by side: one exponential is a chain of some 50 cycles, and a core
+// cannot look far enough ahead to overlap chains that follow one another.
+template <int N>
+struct Vecs {
+  Vec v[N];
+};
+
+// f applied to the n-th vectors of its arguments.
+template <int N, class F>
+inline Vecs<N> map(const Vecs<N>& a, F f) {
+  Vecs<N> r;
+  for (int i = 0; i < N; ++i) r.v[i] = f(a.v[i]);
+  return r;
+}
+template <int N, class F>
+inline Vecs<N> map(const Vecs<N>& a, const Vecs<N>& b, F f) {
+  Vecs<N> r;
+  for (int i = 0; i < N; ++i) r.v[i] = f(a.v[i], b.v[i]);
+  return r;
+}
+
 // exp(0) = 1, exp(-inf) = 0, NaN stays. Subnormal results may be 0, those from e^88 on infinity.
-inline Vec exp(Vec argument) {
-  const Vec x = exp_argument(argument);
+template <int N>
+inline Vecs<N> exp(const Vecs<N>& argument) {
+  const auto x = map(argument, [](Vec a) { return exp_argument(a); });
   const Vec magic = splat(0x1.8p23F);  // adding it leaves the nearest integer in the low bits
-  const Vec shifted = fma(x, splat(0x1.715476p0F), magic);
-  const Vec n = shifted - magic;
+  const auto shifted = map(x, [&](Vec a) { return fma(a, splat(0x1.715476p0F), magic); });
+  const auto n = map(shifted, [&](Vec a) { return a - magic; });
   // ln 2 in two parts, the first short enough for n * ln 2 to be exact (Cody and Waite).
-  Vec r = fnma(n, splat(0x1.62e4p-1F), x);
-  r = fnma(n, splat(0x1.7f7d1cp-20F), r);
+  auto r = map(n, x, [](Vec a, Vec b) { return fnma(a, splat(0x1.62e4p-1F), b); });
+  r = map(n, r, [](Vec a, Vec b) { return fnma(a, splat(0x1.7f7d1cp-20F), b); });
   // Polynomial of Cephes' expf (S. Moshier).
-  Vec p = splat(1.9875691500e-4F);
-  p = fma(p, r, splat(1.3981999507e-3F));
-  p = fma(p, r, splat(8.3334519073e-3F));
-  p = fma(p, r, splat(4.1665795894e-2F));
-  p = fma(p, r, splat(1.6666665459e-1F));
-  p = fma(p, r, splat(5.0000001201e-1F));
-  p = fma(r * r, p, r) + splat(1);
-  return exp_result(p, n, shifted, x);
+  auto p = map(r, [](Vec a) { return fma(splat(1.9875691500e-4F), a, splat(1.3981999507e-3F)); });
+  for (const float c : {8.3334519073e-3F, 4.1665795894e-2F, 1.6666665459e-1F, 5.0000001201e-1F}) {
+    p = map(p, r, [c](Vec a, Vec b) { return fma(a, b, splat(c)); });
+  }
+  p = map(p, r, [](Vec a, Vec b) { return fma(b * b, a, b) + splat(1); });
+  Vecs<N> result;
+  for (int i = 0; i < N; ++i) result.v[i] = exp_result(p.v[i], n.v[i], shifted.v[i], x.v[i]);
+  return result;
 }
 
 // Exactly 0, 1/2, 1 at -inf, 0, inf. Relative error stays small where the result is.
-inline Vec sigmoid(Vec x) { return splat(1) / (splat(1) + exp(splat(0) - x)); }
+template <int N>
+inline Vecs<N> sigmoid(const Vecs<N>& x) {
+  const auto e = exp(map(x, [](Vec a) { return splat(0) - a; }));
+  return map(e, [](Vec a) { return splat(1) / (splat(1) + a); });
+}
 
 // log(1 + y), y in [0, 1], by atanh: 2 (s + s^3/3 + ...), s = y / (2 + y) <= 1/3.
-inline Vec log1p_unit(Vec y) {
-  const Vec s = y / (splat(2) + y);
-  const Vec z = s * s;
-  Vec p = splat(2.0F / 17);
-  p = fma(p, z, splat(2.0F / 15));
-  p = fma(p, z, splat(2.0F / 13));
-  p = fma(p, z, splat(2.0F / 11));
-  p = fma(p, z, splat(2.0F / 9));
-  p = fma(p, z, splat(2.0F / 7));
-  p = fma(p, z, splat(2.0F / 5));
-  p = fma(p, z, splat(2.0F / 3));
-  return fma(s * z, p, s + s);
+template <int N>
+inline Vecs<N> log1p_unit(const Vecs<N>& y) {
+  const auto s = map(y, [](Vec a) { return a / (splat(2) + a); });
+  const auto z = map(s, [](Vec a) { return a * a; });
+  auto p = map(z, [](Vec a) { return fma(splat(2.0F / 17), a, splat(2.0F / 15)); });
+  for (const float c : {2.0F / 13, 2.0F / 11, 2.0F / 9, 2.0F / 7, 2.0F / 5, 2.0F / 3}) {
+    p = map(p, z, [c](Vec a, Vec b) { return fma(a, b, splat(c)); });
+  }
+  p = map(p, z, [](Vec a, Vec b) { return a * b; });
+  return map(p, s, [](Vec a, Vec b) { return fma(a, b, b + b); });
 }
 
-inline Vec softplus(Vec x) {
+template <int N>
+inline Vecs<N> softplus(const Vecs<N>& x) {
   const Vec zero = splat(0);
-  const Vec positive = select_less(x, zero, zero, x);  // NaN stays
-  const Vec magnitude = select_less(x, zero, zero - x, x);
-  return positive + log1p_unit(exp(zero - magnitude));
+  const auto minus_size = map(x, [&](Vec a) { return select_less(a, zero, a, zero - a); });
+  const auto tail = log1p_unit(exp(minus_size));
+  return map(x, tail, [&](Vec a, Vec b) { return select_less(a, zero, zero, a) + b; });
 }
 
-template <GateForm F>
-Vec log_decay(const Gate& gate, Vec x) {
+template <GateForm F, int N>
+inline Vecs<N> log_decay(const Gate& gate, const Vecs<N>& x) {
   if constexpr (F == GateForm::kLowerBound) {
-    return splat(gate.lower_bound) * sigmoid(splat(gate.rate) * x);
+    const auto y = sigmoid(map(x, [&](Vec a) { return splat(gate.rate) * a; }));
+    return map(y, [&](Vec a) { return splat(gate.lower_bound) * a; });
   } else if constexpr (F == GateForm::kSoftplus) {
-    // Far below zero softplus(x) is exp(x): one exponential of the sum, since exp(x) alone can underflow where
-    // exp(A_log) is huge.
-    const Vec small = exp(x + splat(gate.log_rate));
-    const Vec usual = splat(gate.rate) * softplus(x);
-    return splat(0) - select_less(x, splat(-17), small, usual);
+    // Far below zero softplus(x) is exp(x): one exponential of the sum, since exp(x) alone can
+    // underflow where exp(A_log) is huge.
+    const auto small = exp(map(x, [&](Vec a) { return a + splat(gate.log_rate); }));
+    const auto usual = map(softplus(x), [&](Vec a) { return splat(gate.rate) * a; });
+    Vecs<N> g;
+    for (int i = 0; i < N; ++i) {
+      g.v[i] = splat(0) - select_less(x.v[i], splat(-17), small.v[i], usual.v[i]);
+    }
+    return g;
   } else {
     return x;
   }

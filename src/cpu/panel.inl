@@ -1,5 +1,11 @@
-// One chunk for one panel of columns: read the state, solve for the updates, write the outputs, update the state.
-// A panel of 128 keys (16 KB with AVX-512) stays in the first-level cache through all of it.
+// One chunk for one panel of columns: read the state, solve for the updates, write the outputs,
+// update the state. A panel of 128 keys (16 KB with AVX-512) stays in the first-level cache through
+// all of it.
+#pragma once
+
+#include "cpu/chunk.inl"
+#include "cpu/kernels.h"
+#include "cpu/rows.inl"
 
 namespace flash_kda::cpu {
 namespace FLASH_KDA_CPU_NAMESPACE {
@@ -66,12 +72,14 @@ void update_state(const Chunk& c, int n, int pitch, const float* y, float* state
   }
 }
 
-// The unit lower triangular system, by forward substitution, and the outputs. With y_j = key_scale[j] * u_j:
+// The unit lower triangular system, by forward substitution, and the outputs. With y_j =
+// key_scale[j] * u_j:
 //   y_i = key_scale[i] * b_i * (v_i - key_scale[i] * (S_0 read_k[i] + sum_{j < i} kk[i, j] y_j))
 //   o_i = query_scale[i] * (S_0 read_q[i] + sum_{j <= i} qk[i, j] y_j)
 // `said`: S_0 read_k, then S_0 read_q; [2 * kChunk, kPanel].
 template <Element E>
-void solve(const HeadTask& task, const Chunk& c, std::int64_t t, int n, int first, const float* said, float* y) {
+void solve(const HeadTask& task, const Chunk& c, std::int64_t t, int n, int first,
+           const float* said, float* y) {
   const std::byte* v = task.v.data + t * task.v.stride + first * bytes_of(E);
   std::byte* out = task.out.data + t * task.out.stride + first * bytes_of(E);
   int valid[kTileVecs];

@@ -1,4 +1,10 @@
 // Rows of any element type to and from fp32. Nothing past a row's end is read or written.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/kernels.h"
 
 namespace flash_kda::cpu {
 namespace FLASH_KDA_CPU_NAMESPACE {
@@ -56,49 +62,63 @@ void with_element(Element element, F&& f) {
   }
 }
 
+// The loops are functions of their own: through a lambda's captures the compiler would load every
+// variable anew after each store.
+template <Element E>
+void load_rows_of(const std::byte* row, std::int64_t stride, int count, int n, float* to,
+                  int pitch) {
+  for (int r = 0; r < count; ++r, row += stride, to += pitch) {
+    int i = 0;
+    for (; i + kWidth <= n; i += kWidth) store(to + i, load_elements<E>(row + i * bytes_of(E)));
+    if (i < n) {
+      store(to + i, load_part<E>(row + i * bytes_of(E), n - i));
+      i += kWidth;
+    }
+    for (; i < pitch; i += kWidth) store(to + i, splat(0));
+  }
+}
+
+template <Element E>
+void store_rows_of(std::byte* row, std::int64_t stride, int count, int n, const float* from,
+                   int pitch) {
+  for (int r = 0; r < count; ++r, row += stride, from += pitch) {
+    for (int i = 0; i < n; i += kWidth) {
+      store_part<E>(row + i * bytes_of(E), n - i < kWidth ? n - i : kWidth, load(from + i));
+    }
+  }
+}
+
 // `count` rows from row `first` on, n elements each, into to[count][pitch]; zeros up to the pitch.
 void load_rows(const InputRows& rows, std::int64_t first, int count, int n, float* to, int pitch) {
   with_element(rows.element, [&]<Element E>() {
-    const std::byte* row = rows.data + first * rows.stride;
-    for (int r = 0; r < count; ++r, row += rows.stride, to += pitch) {
-      int i = 0;
-      for (; i + kWidth <= n; i += kWidth) store(to + i, load_elements<E>(row + i * bytes_of(E)));
-      if (i < n) {
-        store(to + i, load_part<E>(row + i * bytes_of(E), n - i));
-        i += kWidth;
-      }
-      for (; i < pitch; i += kWidth) store(to + i, splat(0));
-    }
+    load_rows_of<E>(rows.data + first * rows.stride, rows.stride, count, n, to, pitch);
   });
 }
 
-// The state is kept as panels [panel][K, padded][kPanel]: a column of S^T in each lane, so that columns never meet.
-// `tile`: room for kWidth rows of `pitch` floats.
-void load_state(const InputRows& from, int keys, int columns, int pitch, float* tile, float* state) {
+// The state is kept as panels [panel][K, padded][kPanel]: a column of S^T in each lane, so that
+// columns never meet. `tile`: room for kWidth rows of `pitch` floats.
+void load_state(const InputRows& from, int keys, int columns, int pitch, float* tile,
+                float* state) {
   for (int first = 0; first < round_up(columns, kPanel); first += kWidth) {
     const int valid = columns - first < kWidth ? columns - first : kWidth;
     const bool any = from.data != nullptr && valid > 0;
     if (any) load_rows(from, first, valid, keys, tile, pitch);
-    for (int i = (any ? valid : 0) * pitch; i < kWidth * pitch; i += kWidth) store(tile + i, splat(0));
+    for (int i = (any ? valid : 0) * pitch; i < kWidth * pitch; i += kWidth)
+      store(tile + i, splat(0));
     float* to = state + first / kPanel * kPanel * pitch + first % kPanel;
     for (int k = 0; k < pitch; k += kWidth) transpose(tile + k, pitch, to + k * kPanel, kPanel);
   }
 }
 
-void store_state(const OutputRows& to, std::int64_t offset, int keys, int columns, int pitch, float* tile,
-                 const float* state) {
+void store_state(const OutputRows& to, std::int64_t offset, int keys, int columns, int pitch,
+                 float* tile, const float* state) {
   for (int first = 0; first < columns; first += kWidth) {
     const int valid = columns - first < kWidth ? columns - first : kWidth;
     const float* from = state + first / kPanel * kPanel * pitch + first % kPanel;
     for (int k = 0; k < pitch; k += kWidth) transpose(from + k * kPanel, kPanel, tile + k, pitch);
     with_element(to.element, [&]<Element E>() {
-      for (int r = 0; r < valid; ++r) {
-        std::byte* row = to.data + offset + (first + r) * to.stride;
-        for (int k = 0; k < keys; k += kWidth) {
-          const int n = keys - k < kWidth ? keys - k : kWidth;
-          store_part<E>(row + k * bytes_of(E), n, load(tile + r * pitch + k));
-        }
-      }
+      std::byte* row = to.data + offset + first * to.stride;
+      store_rows_of<E>(row, to.stride, valid, keys, tile, pitch);
     });
   }
 }

@@ -38,7 +38,8 @@ void parallel_for(std::int64_t items, int threads,
   drain(0);
 }
 
-int column_parts(std::span<const std::int64_t> lengths, std::int64_t heads, int panels, int threads) {
+int column_parts(std::span<const std::int64_t> lengths, std::int64_t heads, int panels,
+                 int threads) {
   // With this many items a thread, longest first leaves little idle.
   constexpr std::int64_t kItemsEnough = 8;
   // What a part repeats (gates, norms, products of keys), in units of one panel's own work.
@@ -50,7 +51,8 @@ int column_parts(std::span<const std::int64_t> lengths, std::int64_t heads, int 
   double best_end = 0;
   for (int parts = 1; parts <= panels; ++parts) {
     const int width = (panels + parts - 1) / parts;
-    if (parts > 1 && (panels + width - 1) / width != parts) continue;  // the same cut as fewer parts
+    if (parts > 1 && (panels + width - 1) / width != parts)
+      continue;  // the same cut as fewer parts
     std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
     for (int i = 0; i < threads; ++i) free_at.push(0);
     double end = 0;

@@ -13,6 +13,8 @@ namespace {
 inline constexpr int kWidth = 8;
 // Rows of a register tile: kTileRows x kTileVecs accumulators out of 16 registers.
 inline constexpr int kTileRows = 4;
+// Vectors whose exponentials are computed side by side.
+inline constexpr int kSideBySide = 2;
 
 struct Vec {
   __m256 m;
@@ -51,8 +53,7 @@ inline void store_bf16(std::byte* p, Vec x) {
   // A NaN keeps its upper half; one that would become an infinity gets the quiet bit.
   const __m256i payload = _mm256_and_si256(bits, _mm256_set1_epi32(0x7F0000));
   const __m256i bare = _mm256_cmpeq_epi32(payload, _mm256_setzero_si256());
-  const __m256i kept =
-      _mm256_or_si256(bits, _mm256_and_si256(bare, _mm256_set1_epi32(0x400000)));
+  const __m256i kept = _mm256_or_si256(bits, _mm256_and_si256(bare, _mm256_set1_epi32(0x400000)));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x.m, x.m, _CMP_UNORD_Q));
   const __m256i upper = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, kept, nan), 16);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(upper, upper), 0x08);
@@ -72,8 +73,10 @@ inline Vec row_sums(const Vec* rows) {
   Vec quads[2];  // quads[i], 128-bit part p: the sums of part p of rows 4i..4i+3
   for (int i = 0; i < 2; ++i) {
     const Vec* r = rows + 4 * i;
-    const Vec ab = Vec{_mm256_unpacklo_ps(r[0].m, r[1].m)} + Vec{_mm256_unpackhi_ps(r[0].m, r[1].m)};
-    const Vec cd = Vec{_mm256_unpacklo_ps(r[2].m, r[3].m)} + Vec{_mm256_unpackhi_ps(r[2].m, r[3].m)};
+    const Vec ab =
+        Vec{_mm256_unpacklo_ps(r[0].m, r[1].m)} + Vec{_mm256_unpackhi_ps(r[0].m, r[1].m)};
+    const Vec cd =
+        Vec{_mm256_unpacklo_ps(r[2].m, r[3].m)} + Vec{_mm256_unpackhi_ps(r[2].m, r[3].m)};
     quads[i] = Vec{_mm256_shuffle_ps(ab.m, cd.m, 0x44)} + Vec{_mm256_shuffle_ps(ab.m, cd.m, 0xEE)};
   }
   return Vec{_mm256_permute2f128_ps(quads[0].m, quads[1].m, 0x20)} +

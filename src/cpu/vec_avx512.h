@@ -13,6 +13,8 @@ namespace {
 inline constexpr int kWidth = 16;
 // Rows of a register tile: kTileRows x kTileVecs accumulators out of 32 registers.
 inline constexpr int kTileRows = 8;
+// Vectors whose exponentials are computed side by side.
+inline constexpr int kSideBySide = 4;
 
 struct Vec {
   __m512 m;
@@ -70,8 +72,10 @@ inline Vec row_sums(const Vec* rows) {
   Vec quads[4];  // quads[i], 128-bit part p: the sums of part p of rows 4i..4i+3
   for (int i = 0; i < 4; ++i) {
     const Vec* r = rows + 4 * i;
-    const Vec ab = Vec{_mm512_unpacklo_ps(r[0].m, r[1].m)} + Vec{_mm512_unpackhi_ps(r[0].m, r[1].m)};
-    const Vec cd = Vec{_mm512_unpacklo_ps(r[2].m, r[3].m)} + Vec{_mm512_unpackhi_ps(r[2].m, r[3].m)};
+    const Vec ab =
+        Vec{_mm512_unpacklo_ps(r[0].m, r[1].m)} + Vec{_mm512_unpackhi_ps(r[0].m, r[1].m)};
+    const Vec cd =
+        Vec{_mm512_unpacklo_ps(r[2].m, r[3].m)} + Vec{_mm512_unpackhi_ps(r[2].m, r[3].m)};
     quads[i] = Vec{_mm512_shuffle_ps(ab.m, cd.m, 0x44)} + Vec{_mm512_shuffle_ps(ab.m, cd.m, 0xEE)};
   }
   Vec pairs[2];

@@ -1,5 +1,5 @@
-// Vec: 4 floats of whatever the target has (GCC's and Clang's vector extension: SSE2, NEON, plain code).
-// The other vec_*.h give the same functions; the comments here hold for all.
+// Vec: 4 floats of whatever the target has (GCC's and Clang's vector extension: SSE2, NEON, plain
+// code). The other vec_*.h give the same functions; the comments here hold for all.
 #pragma once
 
 #include <cstddef>
@@ -13,6 +13,8 @@ namespace {
 inline constexpr int kWidth = 4;
 // Rows of a register tile: kTileRows x kTileVecs accumulators out of 16 registers.
 inline constexpr int kTileRows = 4;
+// Vectors whose exponentials are computed side by side.
+inline constexpr int kSideBySide = 2;
 
 using Floats = float __attribute__((vector_size(16)));
 using Bits = std::uint32_t __attribute__((vector_size(16)));
@@ -46,8 +48,8 @@ inline Vec fnma(Vec a, Vec b, Vec c) { return {c.m - a.m * b.m}; }
 inline Vec select_less(Vec a, Vec b, Vec x, Vec y) { return {a.m < b.m ? x.m : y.m}; }
 // For exp() in math.inl. exp_argument may bring x closer to 0 as long as exp_result stays the same.
 inline Vec exp_argument(Vec x) { return x; }
-// p * 2^n, p near 1; 0 and infinity where x lies outside of (-87, 88); NaN where x is. `shifted` has the integer n
-// in its low bits.
+// p * 2^n, p near 1; 0 and infinity where x lies outside of (-87, 88); NaN where x is. `shifted`
+// has the integer n in its low bits.
 inline Vec exp_result(Vec p, Vec /*n*/, Vec shifted, Vec x) {
   const Vec inside = of_bits(bits_of(p) + (bits_of(shifted) << 23));
   const Vec upper = select_less(x, splat(88), inside, x + splat(__builtin_inff()));

@@ -1,4 +1,5 @@
-// One call of the CPU backend for tests: arrays with gaps between their rows, filled from a seed, outputs poisoned.
+// One call of the CPU backend for tests: arrays with gaps between their rows, filled from a seed,
+// outputs poisoned.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +33,7 @@ struct CaseSpec {
   };
   std::vector<Mark> marks;  // checkpoints
   DType mark_dtype = DType::kFloat32;
-  std::int64_t gap = 0;  // elements between neighbouring rows of every array
+  std::int64_t gap = 0;         // elements between neighbouring rows of every array
   std::int64_t beta_pitch = 0;  // elements from one token's beta to the next (0: dense + gap)
   double gate_mean = 0.0, gate_deviation = 1.0;
   std::uint64_t seed = 1;
