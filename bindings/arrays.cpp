@@ -140,6 +140,7 @@ void ArrayReader::read(const char* name, nb::handle object, Access access, bool 
         throw_unreadable(name, object, take_error());
       }
       fill(name, tensor, view);
+      if (type.family == Family::kTorch) check_sign(name, object, view);
       return;
     }
     case Protocol::kArrayStruct:
@@ -154,6 +155,16 @@ void ArrayReader::read(const char* name, nb::handle object, Access access, bool 
                       "DLPack)" +
                       (optional ? " or None" : "") + ", got " +
                       (object.is_none() ? "None" : class_name(object)));
+  }
+}
+
+// The imaginary part of a conjugated tensor is a view whose elements stand for their negatives;
+// DLPack has no word for that. There is no complex bfloat16, hence no such view of it.
+void ArrayReader::check_sign(const char* name, nb::handle object, const TensorView& view) {
+  if (view.dtype != DType::kFloat32 && view.dtype != DType::kFloat16) return;
+  if (nb::cast<bool>(object.attr("is_neg")())) {
+    throw ValueError(std::string(name) +
+                     ": expected plain memory, got a negated view; call resolve_neg() on it");
   }
 }
 

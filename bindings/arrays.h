@@ -51,6 +51,7 @@ class ArrayReader {
   const dlpack::Tensor& export_dlpack(const char* name, nb::handle object, const ArrayType& type,
                                       Access access);
   void check_torch(const char* name, nb::handle object);
+  void check_sign(const char* name, nb::handle object, const TensorView& view);
 
   ArrayTypes& types_;
   nb::handle leader_;

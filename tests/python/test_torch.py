@@ -391,6 +391,19 @@ def test_tensors_without_plain_memory():
             flash_kda.chunk_kda(wrong, t.k, t.v, t.g, t.beta)
 
 
+def test_negated_views():
+    """torch.imag of a conjugated tensor: its memory holds the negatives."""
+    p = problem(F32, H=1, HV=1)
+    t = p.mapped(to_torch)
+    t.beta = torch.imag(torch.complex(t.beta, -t.beta).conj())
+    assert t.beta.is_neg()
+    with pytest.raises(ValueError, match="^beta: .*resolve_neg"):
+        t.fwd()
+    t.beta = t.beta.resolve_neg()
+    t.fwd()
+    assert_close(t.out.numpy(), expected(p)[0], F32)
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.int8, torch.complex64, torch.float8_e5m2, torch.bool]
 )
