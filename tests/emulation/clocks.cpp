@@ -4,7 +4,9 @@
 
 namespace flash_kda::emulation {
 
-Clocks::Clocks(int threads) : threads_(static_cast<std::size_t>(threads)) {
+Clocks::Clocks(int threads)
+    : threads_(static_cast<std::size_t>(threads)),
+      warps_(static_cast<std::size_t>(threads / kWarpSize)) {
   for (int i = 0; i < threads; ++i) tick(i);
 }
 
@@ -25,17 +27,21 @@ void Clocks::join(Knowledge& to, const Knowledge& from) const {
   for (std::size_t i = 0; i < count; ++i) to.fenced[i] = std::max(to.fenced[i], from.fenced[i]);
 }
 
-Clocks::Knowledge Clocks::of_warp(int warp) const {
-  Knowledge all = of(kWarpSize * warp);
-  for (int lane = 1; lane < kWarpSize; ++lane) join(all, of(kWarpSize * warp + lane));
-  return all;
+const Clocks::Knowledge& Clocks::of_warp(int warp) {
+  Warp& cache = warps_[static_cast<std::size_t>(warp)];
+  if (!cache.current) {
+    cache.together = of(kWarpSize * warp);
+    for (int lane = 1; lane < kWarpSize; ++lane) join(cache.together, of(kWarpSize * warp + lane));
+    cache.current = true;
+  }
+  return cache.together;
 }
 
 void Clocks::meet(const std::vector<int>& threads) {
   Knowledge all = of(threads.front());
   for (const int thread : threads) join(all, of(thread));
   for (const int thread : threads) {
-    join(mine(thread), all);
+    join(change(thread), all);
     tick(thread);
   }
 }
@@ -43,7 +49,7 @@ void Clocks::meet(const std::vector<int>& threads) {
 void Clocks::meet_warp(int warp) {
   const Knowledge all = of_warp(warp);
   for (int thread = kWarpSize * warp; thread < kWarpSize * (warp + 1); ++thread) {
-    join(mine(thread), all);
+    join(change(thread), all);
     tick(thread);
   }
 }
@@ -56,12 +62,12 @@ void Clocks::release(int thread, Knowledge& to) {
 Epoch Clocks::matrix_reads_done(int warp) {
   const auto actor = static_cast<std::size_t>(matrix_unit(warp));
   const std::uint32_t clock = of(kWarpSize * warp).known[actor] + 1;
-  for (int lane = 0; lane < kWarpSize; ++lane) mine(kWarpSize * warp + lane).known[actor] = clock;
+  for (int lane = 0; lane < kWarpSize; ++lane) change(kWarpSize * warp + lane).known[actor] = clock;
   return {static_cast<std::uint16_t>(actor), clock};
 }
 
 void Clocks::fence_async_proxy(int thread) {
-  mine(thread).fenced = of(thread).known;
+  change(thread).fenced = of(thread).known;
   tick(thread);  // later stores have a later clock
 }
 

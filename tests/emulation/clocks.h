@@ -51,15 +51,15 @@ class Clocks {
 
   Epoch now(int thread) const;
   const Knowledge& of(int thread) const { return threads_[static_cast<std::size_t>(thread)]; }
-  // What the 32 threads of a warp know together.
-  Knowledge of_warp(int warp) const;
+  // What the 32 threads of a warp know together. Valid until one of them learns more.
+  const Knowledge& of_warp(int warp);
 
   // All of them wait for all of them.
   void meet(const std::vector<int>& threads);
   void meet_warp(int warp);
   // What `thread` has done so far is known to whoever acquires `to` later.
   void release(int thread, Knowledge& to);
-  void acquire(int thread, const Knowledge& from) { join(mine(thread), from); }
+  void acquire(int thread, const Knowledge& from) { join(change(thread), from); }
   void join(Knowledge& to, const Knowledge& from) const;
   // The matrix unit of a warp has finished reads, and the warp's threads have waited for them. The
   // epoch that the reads get.
@@ -67,10 +67,20 @@ class Clocks {
   void fence_async_proxy(int thread);
 
  private:
-  Knowledge& mine(int thread) { return threads_[static_cast<std::size_t>(thread)]; }
-  void tick(int thread) { mine(thread).known[static_cast<std::size_t>(actor_of(thread))] += 1; }
+  // Asked for once and again by a series of products.
+  struct Warp {
+    bool current = false;
+    Knowledge together;
+  };
+
+  Knowledge& change(int thread) {
+    warps_[static_cast<std::size_t>(thread / kWarpSize)].current = false;
+    return threads_[static_cast<std::size_t>(thread)];
+  }
+  void tick(int thread) { change(thread).known[static_cast<std::size_t>(actor_of(thread))] += 1; }
 
   std::vector<Knowledge> threads_;
+  std::vector<Warp> warps_;
 };
 
 }  // namespace flash_kda::emulation

@@ -154,7 +154,7 @@ void WarpgroupProducts::issue_warp(Product& product, Arguments* const (&lanes)[k
   }
   float a[16][16], b[16][kMaxColumns];
   for (int lane = 0; lane < kWarpSize; ++lane) unpack_a(lanes[lane]->a, lane, a);
-  const Clocks::Knowledge by = clocks_.of_warp(scheduler_.current().warp());
+  const Clocks::Knowledge& by = clocks_.of_warp(scheduler_.current().warp());
   std::uint16_t* raw = product.b;
   for_each_chunk(product, [&](SharedAddress address, int k, int n) {
     memory_.start_read(product.operation, by, address, raw, kChunkBytes);
