@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import flash_kda
 import ml_dtypes
 import numpy as np
+
+import flash_kda
 
 HEADS, DIM, SLOTS = 4, 128, 8
 rng = np.random.default_rng(0)

@@ -5,8 +5,9 @@ Needs torch. Prints the largest difference between the two, which is 0.
 
 from __future__ import annotations
 
-import flash_kda
 import torch
+
+import flash_kda
 
 
 class KDALayer(torch.nn.Module):

@@ -11,8 +11,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from flash_kda.cli.app import app
 from typer.testing import CliRunner, Result
+
+from flash_kda.cli.app import app
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import flash_kda
 import numpy as np
 import pytest
+
+import flash_kda
 from cli_tools import call, call_json, process, refused
 from flash_kda import inputs
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from cli_tools import BF16, call_json, refused, tensors
 from flash_kda.cli.files import load_tensors, save_tensors
 

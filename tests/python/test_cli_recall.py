@@ -7,9 +7,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-import flash_kda
 import numpy as np
 import pytest
+
+import flash_kda
 from cli_tools import call, call_json, refused
 from flash_kda.cli import recall as recall_module
 from flash_kda.cli.text_memory import NO_ANSWER, count_predictions, decode, encode, features

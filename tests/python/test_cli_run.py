@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import flash_kda
 import numpy as np
 import pytest
+
+import flash_kda
 from cli_tools import call, call_json, refused
 from flash_kda.cli.cases import CASES
 from flash_kda.cli.run import parse_lengths
