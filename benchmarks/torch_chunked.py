@@ -1,9 +1,9 @@
 """KDA in PyTorch for the CPU: 64-token chunks, batched matrix products, fp32.
 
-The rival of `cpu_vs_torch.py`, written to be as fast as eager PyTorch allows: one chunk of all heads at
-a time, so that its tensors stay in the last-level cache; the triangular system is solved once, for the
-updates themselves; decays inside a chunk are taken from the start of each block of 16 tokens, which keeps
-every exponent within 80 for lower bounds down to -5.
+The rival of `cpu_vs_torch.py`, written to be as fast as eager PyTorch allows: one chunk of all
+heads at a time, so that its tensors stay in the last-level cache; the triangular system is solved
+once, for the updates themselves; decays inside a chunk are taken from the start of each block of 16
+tokens, which keeps every exponent within 80 for lower bounds down to -5.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _normalized(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Decays:
-    """Decays of one chunk, by block of 16 tokens. Two exponentials an element; the rest is products."""
+    """Decays of one chunk, by block. Two exponentials an element; the rest is products."""
 
     inside: torch.Tensor  # [H, BLOCKS, BLOCK, K]: from the start of the token's block to the token
     before: torch.Tensor  # [H, BLOCKS, 1, K]: from the start of the chunk to that of the block
@@ -71,8 +71,8 @@ def _pair_products(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sum_K k_i k_j decay(j..i) for j < i, and of q_i and k_j for j <= i; [H, CHUNK, CHUNK].
 
-    `k_fall`, `q_fall`: times the decay inside the block. `k_rise`: divided by it (at most e^80 at a lower
-    bound of -5).
+    `k_fall`, `q_fall`: times the decay inside the block. `k_rise`: divided by it (at most e^80 at a
+    lower bound of -5).
     """
     heads, _, _, keys = k_fall.shape
     rows = torch.cat((k_fall, q_fall), 2)  # [H, BLOCKS, 2 * BLOCK, K]
@@ -97,7 +97,7 @@ def _chunk(
     scale: float,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Consumes one chunk [c, H, ...] of q, k, v, g, beta; updates `state` [H, V, K]; gives [H, CHUNK, V]."""
+    """Consume one chunk [c, H, ...] of q, k, v, g, beta; update `state`; give [H, CHUNK, V]."""
     q, k, v = _normalized(_rows(rows[0])).mul_(scale), _normalized(_rows(rows[1])), _rows(rows[2])
     decays = _decays(rows[3], gate)
     # The padding's keys are zero, so that what its beta is does not matter.
@@ -108,7 +108,10 @@ def _chunk(
     kk, qk = _pair_products(k_fall, q_fall, k_rise, decays)
 
     transposed = state.transpose(1, 2)
-    read_k, read_q = k_fall.mul_(decays.before).view(k.shape), q_fall.mul_(decays.before).view(k.shape)
+    read_k, read_q = (
+        k_fall.mul_(decays.before).view(k.shape),
+        q_fall.mul_(decays.before).view(k.shape),
+    )
     error = torch.baddbmm(v, read_k, transposed, alpha=-1).mul_(strength)
     update = torch.linalg.solve_triangular(
         kk.mul_(strength), error, upper=False, unitriangular=True
@@ -131,7 +134,9 @@ def chunked_kda(
     state: torch.Tensor,
     lengths: list[int],
 ) -> torch.Tensor:
-    """Run a packed batch: q, k, g [T, H, K], v [T, H, V], beta logits [T, H]; `state` [N, H, V, K] in place.
+    """Run a packed batch: q, k, g [T, H, K], v [T, H, V], beta logits [T, H].
+
+    `state` [N, H, V, K] is updated in place.
 
     Returns the output [T, H, V] in v's dtype.
     """
@@ -140,9 +145,7 @@ def chunked_kda(
     for n, length in enumerate(lengths):
         for first in range(begin, begin + length, CHUNK):
             here = slice(first, min(first + CHUNK, begin + length))
-            chunk = _chunk(
-                (q[here], k[here], v[here], g[here], beta[here]), gate, scale, state[n]
-            )
+            chunk = _chunk((q[here], k[here], v[here], g[here], beta[here]), gate, scale, state[n])
             out[here] = chunk[:, : here.stop - first].transpose(0, 1)
         begin += length
     return out
