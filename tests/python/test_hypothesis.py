@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +25,12 @@ settings.register_profile(
     "flash_kda",
     deadline=None,
     max_examples=150,
-    derandomize=bool(os.environ.get("CI")),
+    derandomize=True,  # the same calls each time; --full looks for new ones
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("flash_kda-full", settings.get_profile("flash_kda"), max_examples=2000)
+settings.register_profile(
+    "flash_kda-full", settings.get_profile("flash_kda"), max_examples=2000, derandomize=False
+)
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,25 @@ def laid_out(plan: Plan) -> Problem:
     return p.but(**changes)
 
 
-def close(got: np.ndarray, ref: np.ndarray, what: str, offsets: Any = None) -> None:
+def magnitudes(p: Problem) -> tuple[float, float]:
+    """Of the terms that add up to outputs and to states: fp32 loses its last places of those.
+
+    It matters where few elements make up a head and happen to cancel, as at K = V = 1.
+    """
+    given = [p.v] if p.initial_state is None else [p.v, p.initial_state]
+    state = max((float(np.abs(x.astype(np.float64)).max(initial=0)) for x in given), default=0.0)
+    length = (
+        1.0 if p.l2norm else float(np.linalg.norm(p.q.astype(np.float64), axis=-1).max(initial=0))
+    )
+    scale = p.q.shape[3] ** -0.5 if p.scale is None else abs(p.scale)
+    return state * length * scale, state
+
+
+def close(
+    got: np.ndarray, ref: np.ndarray, what: str, magnitude: float, offsets: Any = None
+) -> None:
     """[B, T, heads, ...] within the bounds for each sequence and head."""
-    bound, smallest = BOUNDS[got.dtype], SMALLEST[got.dtype]
+    bound, smallest = BOUNDS[got.dtype], SMALLEST[got.dtype] + 16 * 2.0**-24 * magnitude
     for e in errors_by_head(got, ref, offsets):
         if e.rms > bound:
             row, start, end = e.sequence, None, None
@@ -167,7 +184,8 @@ def check_against_recurrence(p: Problem, got: Any, *, in_place: bool) -> None:
         initial_state=p.initial_state, initial_state_indices=p.initial_state_indices,
         checkpoints=[m[:2] for m in p.checkpoints or ()], **p.options(),
     )  # fmt: skip
-    close(got.out, o, "out", p.cu_seqlens)
+    out_terms, state_terms = magnitudes(p)
+    close(got.out, o, "out", out_terms, p.cu_seqlens)
     if p.cu_seqlens is not None:
         assert is_poison(got.out[:, int(p.cu_seqlens[-1]) :])
     if p.final_dtype is None:
@@ -176,11 +194,12 @@ def check_against_recurrence(p: Problem, got: Any, *, in_place: bool) -> None:
         places = range(p.sequences) if p.final_state_indices is None else p.final_state_indices
         for n, slot in enumerate(int(i) for i in places):
             if slot >= 0:
-                close(got.final[slot][None, None], final[n][None, None], f"state {n}")
+                close(got.final[slot][None, None], final[n][None, None], f"state {n}", state_terms)
         others = [s for s in range(got.final.shape[0]) if s not in list(places)]
         assert in_place or is_poison(got.final[others])
     for (_, _, slot), state in zip(p.checkpoints or (), saved, strict=True):
-        close(got.checkpoints[slot][None, None], state[None, None], f"checkpoint slot {slot}")
+        kept = got.checkpoints[slot][None, None]
+        close(kept, state[None, None], f"checkpoint slot {slot}", state_terms)
 
 
 def run(plan: Plan) -> None:
