@@ -3,7 +3,7 @@
 //
 //   load      1 warp        q, k, g, V in; O out                                                     load.h
 //   prepare   2 warpgroups  gate, running decay, norms; K1, Q1, K2 in the places of k, q, g          prepare.h
-//   solve     3 warps       A_kk, A_qk, the triangular inverse; M, Mv                                solve.h
+//   solve     3 warps       A_kk, A_qk, the triangular inverse; X, M                                 solve.h
 //   state     1 or 2 warpgroups, 64 V columns each: the recurrence                                   recurrence.h
 //
 // kStateGroups = 2: a block computes all 128 V columns of a head. kStateGroups = 1: two blocks share a head, each
@@ -12,7 +12,7 @@
 // Barriers of chunk n, stage n % 6:   loaded -> prepared -> solved -> released -> (loaded again by chunk n + 6)
 // and per value slot n % 4:           value loaded -> output ready -> (stored, then loaded again)
 //
-// Shared memory (two state groups), KiB: stages 144, M and A_qk 16, Mv 8, V and O 32, tables and barriers 17.
+// Shared memory (two state groups), KiB: stages 144, M and A_qk 16, X 8, V and O 32, tables and barriers 18.
 #pragma once
 
 #include "cuda/sm90/load.h"
@@ -26,7 +26,7 @@ template <int kStateGroups>
 FLASH_KDA_DEVICE void initialize_shared(SharedAddress base, int thread) {
   using Layout = SharedLayout<kStateGroups>;
   using Blocks = Roles<kStateGroups>;
-  // The blocks above the diagonal of M, Mv and A_qk stay zero from here on.
+  // The blocks above the diagonal of M, X and A_qk stay zero from here on.
   for (int at = Layout::kSolutionAt + 16 * thread; at < Layout::kValueAt; at += 16 * Blocks::kThreads) {
     store_u32x4(base + at, uint4{0, 0, 0, 0});
   }
@@ -37,6 +37,7 @@ FLASH_KDA_DEVICE void initialize_shared(SharedAddress base, int thread) {
       barrier_init(base + Layout::kSolved + 8 * i, 1);
       barrier_init(base + Layout::kReleased + 8 * i, kStateGroups * kWarpgroup / kWarp);
     }
+    for (int i = 0; i < kSolverWarps; ++i) barrier_init(base + Layout::kReloaded + 8 * i, 1);
     for (int i = 0; i < kStateGroups * kValueSlots; ++i) {
       barrier_init(base + Layout::kValueLoaded + 8 * i, 1);
       barrier_init(base + Layout::kOutputReady + 8 * i, kWarpgroup / kWarp);
@@ -59,14 +60,14 @@ FLASH_KDA_DEVICE void forward_block(const ForwardParams& params, const TensorMap
   const int lane = thread % kWarp;
   if (warpgroup < kStateGroups) {
     grow_registers<Blocks::kStateRegisters>();
-    StateRole<kStateGroups>{params, base, warpgroup, warp, lane}.run();
+    StateRole<kStateGroups>(params, base, warpgroup, warp, lane).run();
   } else if (warpgroup < kStateGroups + kPrepareGroups) {
     shrink_registers<Blocks::kPrepareRegisters>();
     PrepareRole<kStateGroups>{params, base, warpgroup - kStateGroups, warp, lane}.run();
   } else {
     shrink_registers<Blocks::kSolveRegisters>();
     if (warp < kSolverWarps) {
-      SolveRole<kStateGroups>{params, base, warp, lane}.run();
+      SolveRole<kStateGroups>(params, maps, base, warp, lane).run();
     } else {
       LoadRole<kStateGroups>{params, maps, base, lane}.run();
     }

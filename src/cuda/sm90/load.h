@@ -14,6 +14,18 @@ namespace flash_kda::sm90 {
 
 constexpr int kValueLag = kStages - kValueSlots;  // V is loaded this many chunks after q, k, g
 
+// Six boxes of a chunk: g, k, q, by halves of channels.
+FLASH_KDA_DEVICE void load_chunk(const TensorMaps& maps, SharedAddress stage, SharedAddress barrier, int head, int token,
+                                 int batch) {
+  FLASH_KDA_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const SharedAddress to = stage + half * kChannelHalfBytes;
+    tensor_load(to + kTileG, &maps.g, barrier, 64 * half, head, token, batch);
+    tensor_load(to + kTileK, &maps.k, barrier, 64 * half, head, token, batch);
+    tensor_load(to + kTileQ, &maps.q, barrier, 64 * half, head, token, batch);
+  }
+}
+
 template <int kStateGroups>
 struct LoadRole {
   using Layout = SharedLayout<kStateGroups>;
@@ -41,14 +53,7 @@ struct LoadRole {
       return;
     }
     barrier_arrive_expect(barrier, kStageBytes);
-    const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
-    FLASH_KDA_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const SharedAddress to = stage + half * kChannelHalfBytes;
-      tensor_load(to + kTileG, &maps.g, barrier, 64 * half, head(d), d.token, batch(d));
-      tensor_load(to + kTileK, &maps.k, barrier, 64 * half, head(d), d.token, batch(d));
-      tensor_load(to + kTileQ, &maps.q, barrier, 64 * half, head(d), d.token, batch(d));
-    }
+    load_chunk(maps, base + Layout::kStageAt + at.stage * kStageBytes, barrier, head(d), d.token, batch(d));
   }
 
   FLASH_KDA_DEVICE void load_values(const ChunkDescriptor& d, int n) const {
@@ -81,6 +86,7 @@ struct LoadRole {
     FLASH_KDA_UNROLL
     for (int group = 0; group < kStateGroups; ++group) {
       barrier_wait(base + Layout::kOutputReady + slot_barrier(group, n), (n / kValueSlots) & 1);
+      fence_async_proxy();  // the state role's writes, before the copy engine reads them: here it holds up nobody
       if (d.partial()) {
         store_rows(d, group, n);
       } else if (lane == 0) {

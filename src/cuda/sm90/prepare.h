@@ -8,7 +8,10 @@
 // the middle. The same tiles serve every product.
 //
 // A chunk is the work of four warps: 16 rows (above or below the middle) x 64 channels each; a lane owns two
-// channels and walks away from the middle, so the running sum starts at zero and is exact there.
+// channels and walks away from the middle, so the running sum starts at zero and is exact there. The four need
+// nothing of each other.
+//
+// The writes need a proxy fence before wgmma reads them; it is the solve role's, on the path from here to there.
 // Rounding: gate, sum and exponentials in fp32; K1, Q1, K2 to bf16.
 #pragma once
 
@@ -18,42 +21,44 @@ namespace flash_kda::sm90 {
 
 // The gate of one head for a lane's two channels: log2 decay = lower_bound * log2(e) * sigmoid(a * (g + bias)).
 struct BoundedGate {
-  float slope;                   // -a log2(e)
-  float bias[2];                 // dt_bias
-  float offset[2];               // slope * bias
-  float inverse_bound;           // 1 / (lower_bound log2(e))
-  bool plain;                    // slope * g + offset is accurate
+  float slope;          // -a log2(e)
+  float inverse_bound;  // 1 / (lower_bound log2(e))
+  float constant[2];    // plain: slope * bias; else bias itself
 
-  FLASH_KDA_DEVICE void open(const ForwardParams& p, int head, int channel) {
+  // Reads the parameters of a head. True ("plain") if slope * g + slope * bias is accurate: the second product is
+  // rounded before g joins, so where it is large and g cancels it, g + bias has to come first.
+  FLASH_KDA_DEVICE bool open(const ForwardParams& p, int head, int channel, bool allow_plain) {
     const float a = p.a_log != nullptr ? expf(load_global(p.a_log + head)) : 1.0f;
     // A finite slope: a gate argument of exactly 0 must stay 0 however large A_log is. NaN passes.
     slope = -(a > 1e30f ? 1e30f : a) * kLog2e;
-    bool small = fabsf(slope) < 1e6f;
+    inverse_bound = 1.0f / (fminf(p.lower_bound, -1e-30f) * kLog2e);
+    bool plain = allow_plain && fabsf(slope) < 1e6f;
     FLASH_KDA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      bias[i] =
-          p.dt_bias != nullptr ? load_global(p.dt_bias + head * p.dt_bias_head_stride + channel + i) : 0.0f;
-      offset[i] = slope * bias[i];
-      // slope * bias is rounded before g joins: where it is large and g cancels it, the sum comes first instead.
-      small = small && fabsf(offset[i]) < 1024.0f;
+      constant[i] = p.dt_bias != nullptr ? load_global(p.dt_bias + head * p.dt_bias_head_stride + channel + i) : 0.0f;
+      plain = plain && fabsf(slope * constant[i]) < 1024.0f;
     }
-    plain = small;
-    inverse_bound = 1.0f / (fminf(p.lower_bound, -1e-30f) * kLog2e);
+    plain = !any_in_warp(!plain);
+    if (plain) constant[0] *= slope, constant[1] *= slope;
+    return plain;
   }
 
   // Log2 decay of channel i. The reciprocal carries the bound: 1 / (ib + ib e) = bound / (1 + e).
   template <bool kPlain>
   FLASH_KDA_DEVICE float log2_decay(float g, int i) const {
-    const float argument = kPlain ? fused_multiply_add(g, slope, offset[i]) : (g + bias[i]) * slope;
+    const float argument = kPlain ? fused_multiply_add(g, slope, constant[i]) : (g + constant[i]) * slope;
     return reciprocal_approx(fused_multiply_add(exp2_approx(argument), inverse_bound, inverse_bound));
   }
 };
+
+// How a warp's rows are to be read: whole, or with rows past the end, or with rows scaled by powers of two.
+enum class RowKind { kPlain, kMasked, kShifted };
 
 template <int kStateGroups>
 struct PrepareRole {
   using Layout = SharedLayout<kStateGroups>;
   static constexpr int kValueBlocks = kValueDim / (kStateGroups * kGroupValues);
-  static constexpr int kRowsAtOnce = Roles<kStateGroups>::kPrepareRows;
+  static constexpr int kRowsAtOnce = 2;
 
   const ForwardParams& params;
   SharedAddress base;
@@ -61,80 +66,81 @@ struct PrepareRole {
   int warp;   // in the warpgroup
   int lane;
 
-  FLASH_KDA_DEVICE int side() const { return warp >> 1; }          // 0: rows 0..15, 1: rows 16..31
+  FLASH_KDA_DEVICE int side() const { return warp >> 1; }  // 0: rows 0..15, 1: rows 16..31
   FLASH_KDA_DEVICE int channel_half() const { return warp & 1; }
   FLASH_KDA_DEVICE int channel() const { return 64 * channel_half() + 2 * lane; }
 
-  // Squared norms of this side's 16 rows of k (first warp of the pair) or q (second), as the diagonal of X X^T; from
-  // them the output scale of a q row, and the power of two that brings an extreme row back to norm 1.
-  FLASH_KDA_DEVICE void row_norms(SharedAddress stage, int table) const {
-    const int row = lane & 15;
-    const SharedAddress rows = stage + (channel_half() == 0 ? kTileK : kTileQ) + (kHalf * side() + row) * kRowBytes;
+  // This half's share of the squared norms of this side's 16 rows of q: the diagonal of Q Q^T.
+  FLASH_KDA_DEVICE void query_norms(SharedAddress stage, int table) const {
+    // Left operand: rows 0..7 | 8..15 of units u, then of u + 1. Right: units u, u + 1 of rows 0..7, then of 8..15.
+    const int r = lane & 7;
+    const SharedAddress rows = stage + channel_half() * kChannelHalfBytes + kTileQ + side() * kHalf * kRowBytes;
+    const SharedAddress left = rows + (lane & 15) * kRowBytes + (((lane >> 4) ^ r) << 4);
+    const SharedAddress right = rows + ((lane >> 4) * 8 + r) * kRowBytes + ((((lane >> 3) & 1) ^ r) << 4);
     float low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
     FLASH_KDA_UNROLL
-    for (int step = 0; step < kKeyDim / 16; ++step) {
-      std::uint32_t a[4];
-      load_matrix(rows + (step >> 2) * kChannelHalfBytes + (((2 * (step & 3) + (lane >> 4)) ^ (row & 7)) << 4), a);
-      mma_bf16(low, a, a[0], a[2]);
-      mma_bf16(high, a, a[1], a[3]);
+    for (int step = 0; step < 4; ++step) {
+      std::uint32_t a[4], b[4];
+      load_matrix(left ^ (step << 5), a);
+      load_matrix(right ^ (step << 5), b);
+      mma_bf16(low, a, b[0], b[1]);
+      mma_bf16(high, a, b[2], b[3]);
     }
-    const int g = lane >> 2, t = lane & 3;
-    if (t == (g >> 1)) {  // the lane that holds the diagonal elements of rows g and g + 8
-      write_row_scales((g & 1) != 0 ? low[1] : low[0], kHalf * side() + g, table);
-      write_row_scales((g & 1) != 0 ? high[3] : high[2], kHalf * side() + g + 8, table);
+    const int g = lane >> 2;
+    if ((lane & 3) == (g >> 1)) {  // the lane that holds the diagonal elements of rows g and g + 8
+      const SharedAddress at = base + Layout::kQueryNormAt + (2 * table + channel_half()) * kRowTableBytes +
+                               (side() * kHalf + g) * 4;
+      store_f32(at, (g & 1) != 0 ? low[1] : low[0]);
+      store_f32(at + 32, (g & 1) != 0 ? high[3] : high[2]);
     }
+    sync_warp();  // every lane has read q before any lane writes Q1 over it
   }
 
-  FLASH_KDA_DEVICE void write_row_scales(float squared_norm, int row, int table) const {
-    const bool extreme = (squared_norm < kPlainNormLow || squared_norm > kPlainNormHigh) && squared_norm > 0.0f;
-    const int half_exponent = (static_cast<int>(bits(squared_norm) >> 23) - 127) >> 1;
-    const float shift = extreme ? from_bits(static_cast<std::uint32_t>(127 - half_exponent) << 23) : 1.0f;
-    const SharedAddress at = base + table * kRowTableBytes + row * 4;
-    if (channel_half() == 0) {
-      store_f32(at + Layout::kKeyShiftAt, shift);
-      return;
-    }
-    const float unshift = extreme ? from_bits(static_cast<std::uint32_t>(127 + half_exponent) << 23) : 1.0f;
-    const float norm = params.l2norm ? rsqrt_approx(squared_norm + kNormEpsilon) : 1.0f;
-    store_f32(at + Layout::kQueryShiftAt, shift);
-    store_f32(at + Layout::kQueryScaleAt, norm * unshift * (params.scale * kValueUnscale));
+  // `block` counts away from the middle; the address of its row i (of rising rows) is row_address(..., i).
+  template <bool kUpper>
+  FLASH_KDA_DEVICE static SharedAddress block_address(SharedAddress tile, int block) {
+    const int first = kUpper ? kRowsAtOnce * block : kHalf - kRowsAtOnce * (block + 1);
+    return (tile ^ static_cast<SharedAddress>((first & 7) << 4)) + first * kRowBytes;
   }
-
-  // True where some row of this side has been given a power of two.
-  FLASH_KDA_DEVICE bool any_row_shifted(int table) const {
-    const SharedAddress at = base + (lane < 16 ? Layout::kKeyShiftAt : Layout::kQueryShiftAt) + table * kRowTableBytes;
-    return any_in_warp(load_f32(at + (kHalf * side() + (lane & 15)) * 4) != 1.0f);
+  FLASH_KDA_DEVICE static SharedAddress row_address(SharedAddress block, int i) {
+    return (block ^ static_cast<SharedAddress>(i << 4)) + i * kRowBytes;
   }
-
   // The products of this warp's rows. kUpper: rows 16..31, downwards from the middle; else rows 15..0, upwards.
-  // kPlain: whole chunk, no shifted rows, well-conditioned gate. Leaves the log2 decay of the side in `total`.
-  template <bool kUpper, bool kPlain>
-  FLASH_KDA_DEVICE void products(SharedAddress tile, const BoundedGate& gate, int valid_rows, int table,
+  // kPlainGate: slope * g + offset is accurate. `shifts`: powers of two of the rows of k, then q (kShifted).
+  // Leaves the log2 decay of the side in `total`.
+  template <bool kUpper, bool kPlainGate, RowKind kKind>
+  FLASH_KDA_DEVICE void products(SharedAddress tile, const BoundedGate& gate, int valid_rows, SharedAddress shifts,
                                  float (&total)[2]) const {
     float sum[2] = {0.0f, 0.0f};
+    constexpr int kBlocks = kHalf / kRowsAtOnce;
+    std::uint32_t g[kRowsAtOnce], k[kRowsAtOnce], q[kRowsAtOnce];
+    FLASH_KDA_UNROLL
+    for (int i = 0; i < kRowsAtOnce; ++i) g[i] = load_u32(row_address(block_address<kUpper>(tile, 0), i) + kTileG);
     FLASH_KDA_NO_UNROLL
-    for (int block = 0; block < kHalf / kRowsAtOnce; ++block) {
-      const int first = kUpper ? kRowsAtOnce * block : kHalf - kRowsAtOnce * (block + 1);  // in this side
-      const SharedAddress rows = (tile ^ static_cast<SharedAddress>((first & 7) << 4)) + first * kRowBytes;
-      std::uint32_t g[kRowsAtOnce], k[kRowsAtOnce], q[kRowsAtOnce];
+    for (int block = 0; block < kBlocks; ++block) {
+      const SharedAddress here = block_address<kUpper>(tile, block);
       FLASH_KDA_UNROLL
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        const SharedAddress at = (rows ^ static_cast<SharedAddress>(i << 4)) + i * kRowBytes;
-        g[i] = load_u32(at + kTileG);
-        k[i] = load_u32(at + kTileK);
-        q[i] = load_u32(at + kTileQ);
+        k[i] = load_u32(row_address(here, i) + kTileK);
+        q[i] = load_u32(row_address(here, i) + kTileQ);
       }
       float decay[kRowsAtOnce][2];
       FLASH_KDA_UNROLL
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        decay[i][0] = gate.template log2_decay<kPlain>(bf16_low(g[i]), 0);
-        decay[i][1] = gate.template log2_decay<kPlain>(bf16_high(g[i]), 1);
+        decay[i][0] = gate.template log2_decay<kPlainGate>(bf16_low(g[i]), 0);
+        decay[i][1] = gate.template log2_decay<kPlainGate>(bf16_high(g[i]), 1);
+      }
+      if (block + 1 < kBlocks) {  // the next gates, fetched under this block's arithmetic
+        FLASH_KDA_UNROLL
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+          g[i] = load_u32(row_address(block_address<kUpper>(tile, block + 1), i) + kTileG);
+        }
       }
       FLASH_KDA_UNROLL
       for (int step = 0; step < kRowsAtOnce; ++step) {
         const int i = kUpper ? step : kRowsAtOnce - 1 - step;
-        const int row = (kUpper ? kHalf : 0) + first + i;
-        const bool valid = kPlain || row < valid_rows;
+        const int row = kUpper ? kHalf + kRowsAtOnce * block + i : kHalf - kRowsAtOnce * (block + 1) + i;
+        const bool valid = kKind == RowKind::kPlain || row < valid_rows;
         if (!valid) decay[i][0] = decay[i][1] = 0.0f;
         if (kUpper) {
           sum[0] += decay[i][0];
@@ -146,17 +152,14 @@ struct PrepareRole {
           sum[0] -= decay[i][0];
           sum[1] -= decay[i][1];
         }
-        float k0 = bf16_low(k[i]), k1 = bf16_high(k[i]), q0 = bf16_low(q[i]), q1 = bf16_high(q[i]);
-        if (!kPlain) {
-          const SharedAddress shift = base + table * kRowTableBytes + row * 4;
-          const float key_shift = load_f32(shift + Layout::kKeyShiftAt);
-          const float query_shift = load_f32(shift + Layout::kQueryShiftAt);
-          k0 = valid ? k0 * key_shift : 0.0f;
-          k1 = valid ? k1 * key_shift : 0.0f;
-          q0 = valid ? q0 * query_shift : 0.0f;
-          q1 = valid ? q1 * query_shift : 0.0f;
+        float k0 = bf16_low(k[i]), k1 = bf16_high(k[i]);
+        float q0 = bf16_low(q[i]), q1 = bf16_high(q[i]);
+        if (kKind == RowKind::kShifted) {
+          const float key_shift = load_f32(shifts + row * 4), query_shift = load_f32(shifts + kRowTableBytes + row * 4);
+          k0 *= key_shift, k1 *= key_shift, q0 *= query_shift, q1 *= query_shift;
         }
-        const SharedAddress at = (rows ^ static_cast<SharedAddress>(i << 4)) + i * kRowBytes;
+        if (!valid) k0 = k1 = q0 = q1 = 0.0f;
+        const SharedAddress at = row_address(here, i);
         store_u32(at + kTileG, pack_bf16(k0 * against0, k1 * against1));
         store_u32(at + kTileK, pack_bf16(-k0 * with0, -k1 * with1));
         store_u32(at + kTileQ, pack_bf16(q0 * with0, q1 * with1));
@@ -166,21 +169,17 @@ struct PrepareRole {
     total[1] = kUpper ? sum[1] : -sum[1];
   }
 
-  FLASH_KDA_DEVICE void prepare_chunk(const ChunkDescriptor& d, const BoundedGate& gate, int stage_index,
-                                      int table) const {
-    const SharedAddress stage = base + Layout::kStageAt + stage_index * kStageBytes;
-    row_norms(stage, table);
-    sync_named(1 + 2 * group + side(), 2 * kWarp);  // both warps of the pair have read k and q whole
+  // Everything a warp writes of a chunk but the norms.
+  template <bool kPlainGate, RowKind kKind>
+  FLASH_KDA_DEVICE void write_products(SharedAddress stage, const BoundedGate& gate, int valid_rows,
+                                       SharedAddress shifts, int table) const {
     const SharedAddress tile = stage + channel_half() * kChannelHalfBytes + side() * kHalf * kRowBytes +
                                ((lane >> 2) << 4) + ((lane & 3) << 2);
-    const bool plain = !d.partial() && !any_in_warp(!gate.plain) && !any_row_shifted(table);
     float total[2];
     if (side() != 0) {
-      plain ? products<true, true>(tile, gate, kChunk, table, total)
-            : products<true, false>(tile, gate, d.rows(), table, total);
+      products<true, kPlainGate, kKind>(tile, gate, valid_rows, shifts, total);
     } else {
-      plain ? products<false, true>(tile, gate, kChunk, table, total)
-            : products<false, false>(tile, gate, d.rows(), table, total);
+      products<false, kPlainGate, kKind>(tile, gate, valid_rows, shifts, total);
     }
     const SharedAddress factors = base + (side() != 0 ? Layout::kLeaveAt : Layout::kEnterAt) + table * kFactorBytes;
     store_f32x2(factors + (lane & 3) * kFactorPitchBytes + (8 * channel_half() + (lane >> 2)) * 8,
@@ -189,21 +188,29 @@ struct PrepareRole {
 
   FLASH_KDA_DEVICE void run() {
     BoundedGate gate = {};
+    bool plain_gate = false;
     int open_head = -1, open_sequence = -1;
     StreamPosition at(group);
     FLASH_KDA_NO_UNROLL
     for (;; at.advance(kPrepareGroups)) {
       barrier_wait(base + Layout::kLoaded + 8 * at.stage, at.parity);
       const ChunkDescriptor d = read_descriptor<Layout>(base, at.n);
-      if (!d.stop()) {
+      if (!d.stop() && d.rows() > 0) {
         // Each group sees every second chunk, so the second chunk of an item may be the first that it sees.
         if (d.head_block != open_head || d.sequence != open_sequence) {
           open_head = d.head_block;
           open_sequence = d.sequence;
-          gate.open(params, d.head_block / kValueBlocks, channel());
+          plain_gate = gate.open(params, d.head_block / kValueBlocks, channel(), true);
         }
-        if (d.rows() > 0) prepare_chunk(d, gate, at.stage, at.table());
-        fence_async_proxy();
+        const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
+        query_norms(stage, at.table());
+        if (plain_gate && !d.partial()) {
+          write_products<true, RowKind::kPlain>(stage, gate, kChunk, 0, at.table());
+        } else if (plain_gate) {
+          write_products<true, RowKind::kMasked>(stage, gate, d.rows(), 0, at.table());
+        } else {
+          write_products<false, RowKind::kMasked>(stage, gate, d.rows(), 0, at.table());
+        }
       }
       sync_warp();
       if (lane == 0) barrier_arrive(base + Layout::kPrepared + 8 * at.stage);

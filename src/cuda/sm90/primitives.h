@@ -246,12 +246,19 @@ FLASH_KDA_DEVICE void wgmma(float (&d)[kN], const std::uint32_t* a, std::uint64_
   Atom::fma(a[0], a[1], a[2], a[3], b, d[kI]...,
             accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
-}  // namespace detail
-// b: N rows of 16 elements ("K-major": element (k, n) at row n).
-FLASH_KDA_DEVICE void wgmma_n64(float (&d)[32], const std::uint32_t* a, std::uint64_t b, bool accumulate) {
+template <std::size_t... kI>
+FLASH_KDA_DEVICE void wgmma_n64(float (&d0)[16], float (&d1)[16], const std::uint32_t* a, std::uint64_t b,
+                                bool accumulate, std::index_sequence<kI...>) {
   using cute::SM90::GMMA::Major;
-  detail::wgmma<cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::K>>(d, a, b, accumulate,
-                                                                                    std::make_index_sequence<32>());
+  cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::K>::fma(
+      a[0], a[1], a[2], a[3], b, d0[kI]..., d1[kI]...,
+      accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+}  // namespace detail
+// b: N rows of 16 elements ("K-major": element (k, n) at row n). Columns 0..31 in d0, 32..63 in d1.
+FLASH_KDA_DEVICE void wgmma_n64(float (&d0)[16], float (&d1)[16], const std::uint32_t* a, std::uint64_t b,
+                                bool accumulate) {
+  detail::wgmma_n64(d0, d1, a, b, accumulate, std::make_index_sequence<16>());
 }
 FLASH_KDA_DEVICE void wgmma_n32(float (&d)[16], const std::uint32_t* a, std::uint64_t b, bool accumulate) {
   using cute::SM90::GMMA::Major;

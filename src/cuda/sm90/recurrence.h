@@ -3,10 +3,11 @@
 //
 //   S   <- S diag(step)                     step: decay from middle to middle, times 2^96
 //   [P | O] = S [K1; Q1]^T                  S rounded to bf16; K1 is negated, so P = -S K^T
-//   S   <- S 2^-96                          while the product runs
-//   W   = V^T Mv^T + P M^T                  V as it came; P rounded to bf16; M carries 2^-96
-//   S   <- S + W K2                         W rounded to bf16
-//   O^T = (O 2^-96 + W A_qk^T) diag(query scale)
+//   S   <- S 2^-96                          while that product runs
+//   Y   = V^T X^T + P M^T                   V as it came; P rounded to bf16; M carries 2^-96
+//   W   = Y diag(update scale)              fp32, then rounded to bf16
+//   S   <- S + W K2
+//   O   <- (O + W A_qk^T) diag(query scale) A_qk carries 2^96, the scale takes it back
 //
 // At the end of a sequence S times the decay from the middle to the end is the final state. Rounding besides what is
 // named: O to bf16. All sums fp32. O takes V's place in shared memory and is written out by the load role.
@@ -26,6 +27,19 @@ struct StateRole {
   int group;  // which 64 columns of the block
   int warp;   // in the warpgroup
   int lane;
+  SharedAddress values_at_lane;   // see value_row
+  SharedAddress factors_at_lane;  // this lane's part of the first table of factors
+
+  FLASH_KDA_DEVICE StateRole(const ForwardParams& p, SharedAddress shared, int which, int warp_in_group, int l)
+      : params(p),
+        base(shared),
+        group(which),
+        warp(warp_in_group),
+        lane(l),
+        values_at_lane(shared + Layout::kValueAt + which * kValueSlots * kTileBytes +
+                       (((l >> 4) << 3) + (l & 7)) * kRowBytes +
+                       (((2 * warp_in_group + ((l >> 3) & 1)) ^ (l & 7)) << 4)),
+        factors_at_lane(shared + (l & 3) * kFactorPitchBytes) {}
 
   FLASH_KDA_DEVICE int g() const { return lane >> 2; }
   FLASH_KDA_DEVICE int t() const { return lane & 3; }
@@ -33,14 +47,10 @@ struct StateRole {
   FLASH_KDA_DEVICE SharedAddress slot_barrier(int kind, int n) const {
     return base + kind + 8 * (group * kValueSlots + (n & (kValueSlots - 1)));
   }
-  FLASH_KDA_DEVICE SharedAddress value_tile(int n) const {
-    return base + Layout::kValueAt + (group * kValueSlots + (n & (kValueSlots - 1))) * kTileBytes;
-  }
   // ldmatrix / stmatrix row of this lane in a value tile: blocks (tokens 0..7 | 8..15) x (columns 0..7 | 8..15) of the
   // warp's 16 columns; transposed, they are a wgmma A operand's registers.
   FLASH_KDA_DEVICE SharedAddress value_row(int n) const {
-    return value_tile(n) + (((lane >> 4) << 3) + (lane & 7)) * kRowBytes +
-           (((2 * warp + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
+    return values_at_lane + (n & (kValueSlots - 1)) * kTileBytes;
   }
 
   // ---- states in global memory: this lane's rows g and g + 8 of the warp's 16, channels 8j + 2t and + 1 ----
@@ -107,7 +117,7 @@ struct StateRole {
 
   // The factor of this lane's channels 8j + 2t, 8j + 2t + 1 and the next j's, from a per-channel table.
   FLASH_KDA_DEVICE float4 factors(int table_at, int table, int pair) const {
-    return load_f32x4(base + table_at + table * kFactorBytes + t() * kFactorPitchBytes + 16 * pair);
+    return load_f32x4(factors_at_lane + table * kFactorBytes + table_at + 16 * pair);
   }
   // s <- s * factor for 8j.. and 8(j+1)..; `pair` = j / 2.
   FLASH_KDA_DEVICE static void scale_pair(float* s, const float4& f) {
@@ -120,7 +130,6 @@ struct StateRole {
     const SharedAddress at = value_row(n);
     store_matrix_transposed(at, o[0], o[1], o[2], o[3]);
     store_matrix_transposed(at + kHalf * kRowBytes, o[4], o[5], o[6], o[7]);
-    fence_async_proxy();
     sync_warp();
     if (lane == 0) barrier_arrive(slot_barrier(Layout::kOutputReady, n));
   }
@@ -161,43 +170,48 @@ struct StateRole {
       FLASH_KDA_UNROLL
       for (int i = 0; i < 4; ++i) s[4 * pair + i] = pack_bf16(x[2 * i], x[2 * i + 1]);
     }
-    float po[32];  // P | O
-    wgmma_touch(po);
+    float p[16], o[16];
+    wgmma_touch(p);
+    wgmma_touch(o);
     wgmma_fence();
     FLASH_KDA_UNROLL
     for (int k = 0; k < 8; ++k) {
-      wgmma_n64(po, s + 4 * k, keys_queries + (k >> 2) * (kChannelHalfBytes >> 4) + (k & 3) * 2, k > 0);
+      wgmma_n64(p, o, s + 4 * k, keys_queries + (k >> 2) * (kChannelHalfBytes >> 4) + (k & 3) * 2, k > 0);
     }
     wgmma_commit();
     if (pending) hand_over_output(output, at.n - 1);
     FLASH_KDA_UNROLL
     for (float& x : state) x *= kUnboost;
     wgmma_touch(state);  // here, in the product's shadow, not where the compiler would rather have it
-
     barrier_wait(slot_barrier(Layout::kValueLoaded, at.n), (at.n / kValueSlots) & 1);
     std::uint32_t operand[8];
     load_values(at.n, rows, operand);
-    float w[16];
-    wgmma_touch(w);
-    wgmma_fence();
-    FLASH_KDA_UNROLL
-    for (int k = 0; k < 2; ++k) wgmma_n32(w, operand + 4 * k, value_factor + k * 2, k > 0);
-    wgmma_commit();
-    wgmma_wait<1>();
-    wgmma_touch(po);
-    std::uint32_t p[8];
-    FLASH_KDA_UNROLL
-    for (int i = 0; i < 8; ++i) p[i] = pack_bf16(po[2 * i], po[2 * i + 1]);
-    wgmma_touch(w);
-    wgmma_fence();
-    FLASH_KDA_UNROLL
-    for (int k = 0; k < 2; ++k) wgmma_n32(w, p + 4 * k, solution + k * 2, true);
-    wgmma_commit();
+    const SharedAddress scales = base + at.table() * kRowTableBytes + 8 * t();
     wgmma_wait<0>();
-    wgmma_touch(w);
+    wgmma_touch(p);
+    wgmma_touch(o);
+    std::uint32_t packed[8];
     FLASH_KDA_UNROLL
-    for (int i = 0; i < 8; ++i) operand[i] = pack_bf16(w[2 * i], w[2 * i + 1]);
-    float inner[16];  // W A_qk^T
+    for (int i = 0; i < 8; ++i) packed[i] = pack_bf16(p[2 * i], p[2 * i + 1]);
+    float y[16];
+    wgmma_touch(y);
+    wgmma_fence();
+    // V X^T could start with the first product; its accumulators would be sixteen registers too many.
+    FLASH_KDA_UNROLL
+    for (int k = 0; k < 2; ++k) wgmma_n32(y, operand + 4 * k, value_factor + k * 2, k > 0);
+    FLASH_KDA_UNROLL
+    for (int k = 0; k < 2; ++k) wgmma_n32(y, packed + 4 * k, solution + k * 2, true);
+    wgmma_commit();
+    float2 scale[4];  // of tokens 8j + 2t and + 1
+    FLASH_KDA_UNROLL
+    for (int j = 0; j < 4; ++j) scale[j] = load_f32x2(scales + Layout::kUpdateScaleAt + 32 * j);
+    wgmma_wait<0>();
+    wgmma_touch(y);
+    FLASH_KDA_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      operand[i] = pack_bf16(y[2 * i] * scale[i >> 1].x, y[2 * i + 1] * scale[i >> 1].y);
+    }
+    float inner[16];  // W A_qk^T; added to o later: o lives in the upper half of a product's accumulators
     wgmma_touch(state);
     wgmma_touch(inner);
     wgmma_fence();
@@ -209,19 +223,14 @@ struct StateRole {
     FLASH_KDA_UNROLL
     for (int k = 0; k < 2; ++k) wgmma_n32(inner, operand + 4 * k, solution + 4 + k * 2, k > 0);
     wgmma_commit();
-    float2 scale[4];  // of tokens 8j + 2t and + 1
     FLASH_KDA_UNROLL
-    for (int j = 0; j < 4; ++j) {
-      scale[j] = load_f32x2(base + Layout::kQueryScaleAt + at.table() * kRowTableBytes + (8 * j + 2 * t()) * 4);
-    }
+    for (int j = 0; j < 4; ++j) scale[j] = load_f32x2(scales + Layout::kQueryScaleAt + 32 * j);
     wgmma_wait<0>();
     wgmma_touch(state);
     wgmma_touch(inner);
     FLASH_KDA_UNROLL
     for (int i = 0; i < 8; ++i) {
-      const float x = fused_multiply_add(po[16 + 2 * i], kUnboost, inner[2 * i]) * scale[i >> 1].x;
-      const float y = fused_multiply_add(po[17 + 2 * i], kUnboost, inner[2 * i + 1]) * scale[i >> 1].y;
-      output[i] = pack_bf16(x, y);
+      output[i] = pack_bf16((o[2 * i] + inner[2 * i]) * scale[i >> 1].x, (o[2 * i + 1] + inner[2 * i + 1]) * scale[i >> 1].y);
     }
   }
 

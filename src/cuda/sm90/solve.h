@@ -1,20 +1,27 @@
 // Solve role: the triangular system of a chunk. One warp a chunk, three chunks in flight.
 //
 // With raw keys in A (A_kk[i][j] = sum_c k_i k_j exp(x_i - x_j), j < i), r_i = 1 / sqrt(|k_i|^2 + eps), b_i the writing
-// strength, w_i = b_i r_i^2 and W_i = u_i r_i, the delta rule of a chunk is
+// strength and W_i = u_i r_i the update that goes with the raw key, the delta rule of a chunk is, for Y_i = W_i / (b_i r_i),
 //
-//   (I + diag(w) A_kk) W = diag(b r) V - diag(w) (S K^T)^T    =>    W = Mv V + M (-S K1^T)^T
-//   X = (I + diag(w) A_kk)^-1        M = X diag(w)        Mv = X diag(b r)
+//   (I + diag(r) A_kk diag(b r)) Y = V - diag(r) (S K^T)^T    =>    Y = X V + M (-S K1^T)^T
+//   X = (I + diag(r) A_kk diag(b r))^-1        M = X diag(r)        W = diag(b r) Y
 //
-// |k_i|^2 is the diagonal of A_kk. X by fp32 substitution in 8x8 blocks, merged 8 -> 16 -> 32 by tf32 products with
-// fp32 sums: with N = -diag(w) A_kk (strictly lower) and X = I + N X, the block below the diagonal is X11 N10 X00.
+// X has a unit diagonal, so that a token's own value passes without rounding; b r is applied in fp32. |k_i|^2 is the
+// diagonal of A_kk. X by fp32 substitution in 8x8 blocks, merged 8 -> 16 -> 32 by tf32 products with fp32 sums: with
+// N = -diag(r) A_kk diag(b r) (strictly lower) and X = I + N X, the block below the diagonal is X11 N10 X00.
 // No power series anywhere: nearly parallel keys make N large, and the inverse is benign all the same.
 //
 // Blocks live in accumulator layout: lane 4g + t holds elements (g, 2t) and (g, 2t + 1) of an 8x8 block. A product
 // takes its left operand so, and its right operand so when that is given transposed.
-// Rounding: N and X to tf32 between merges; M, Mv, A_qk to bf16.
+// Rounding: N and X to tf32 between merges; X, M, A_qk to bf16.
+//
+// Rows of extreme norm: the prepare role works on raw rows. Where a squared norm turns out above kPlainSquaredNorm (or
+// not finite) the solver loads the chunk again, gives every row of k and q a power of two that brings its norm near 1,
+// prepares the chunk itself, and takes the powers out of r and of the output scale. Rare, slow, exact.
 #pragma once
 
+#include "cuda/sm90/load.h"
+#include "cuda/sm90/prepare.h"
 #include "cuda/sm90/stream.h"
 
 namespace flash_kda::sm90 {
@@ -44,9 +51,19 @@ struct SolveRole {
   static constexpr int kValueBlocks = kValueDim / (kStateGroups * kGroupValues);
 
   const ForwardParams& params;
+  const TensorMaps& maps;
   SharedAddress base;
   int warp;  // 0 .. kSolverWarps - 1
   int lane;
+  SharedAddress lower_rows[3];  // see store_lower
+
+  FLASH_KDA_DEVICE SolveRole(const ForwardParams& p, const TensorMaps& m, SharedAddress shared, int which, int l)
+      : params(p), maps(m), base(shared), warp(which), lane(l) {
+    const int i = l >> 3;
+    lower_rows[0] = lower_row(l, (i + 1) >> 1, i == 2 ? 1 : 0);
+    lower_rows[1] = lower_row(l, i < 2 ? 2 : 3, i == 0 || i == 3 ? 1 : (i == 1 ? 2 : 0));
+    lower_rows[2] = lower_row(l, 3, (i & 1) != 0 ? 3 : 2);
+  }
 
   FLASH_KDA_DEVICE int g() const { return lane >> 2; }
   FLASH_KDA_DEVICE int t() const { return lane & 3; }
@@ -70,49 +87,41 @@ struct SolveRole {
   FLASH_KDA_DEVICE void score_blocks(SharedAddress stage, int left, float (&c)[3][2][4]) const {
     FLASH_KDA_UNROLL
     for (int i = 0; i < 24; ++i) c[i / 8][i / 4 % 2][i % 4] = 0.0f;
-    const int row = lane & 15;  // of a 16-row block, for the left operand
-    const int column = (lane & 7) + ((lane >> 4) << 3);  // key row, for the right operand
-    const SharedAddress left_row = stage + left + row * kRowBytes;
-    const SharedAddress right_row = stage + kTileG + column * kRowBytes;
-    FLASH_KDA_UNROLL
-    for (int step = 0; step < kKeyDim / 16; ++step) {
-      const int half = (step >> 2) * kChannelHalfBytes;
-      const SharedAddress left_at = left_row + half + (((2 * (step & 3) + (lane >> 4)) ^ (row & 7)) << 4);
-      const SharedAddress right_at =
-          right_row + half + (((2 * (step & 3) + ((lane >> 3) & 1)) ^ (column & 7)) << 4);
-      std::uint32_t b0[4], b1[4], a[4];
-      load_matrix(right_at, b0);                          // key rows 0..15
-      load_matrix(right_at + kHalf * kRowBytes, b1);      // key rows 16..31
-      load_matrix(left_at, a);
-      mma_bf16(c[0][0], a, b0[0], b0[1]);
-      mma_bf16(c[0][1], a, b0[2], b0[3]);
-      load_matrix(left_at + kHalf * kRowBytes, a);
-      mma_bf16(c[1][0], a, b0[0], b0[1]);
-      mma_bf16(c[1][1], a, b0[2], b0[3]);
-      mma_bf16(c[2][0], a, b1[0], b1[1]);
-      mma_bf16(c[2][1], a, b1[2], b1[3]);
+    const int r = lane & 7;
+    SharedAddress left_at = stage + left + (lane & 15) * kRowBytes + (((lane >> 4) ^ r) << 4);
+    SharedAddress right_at = stage + kTileG + (r + ((lane >> 4) << 3)) * kRowBytes + ((((lane >> 3) & 1) ^ r) << 4);
+    FLASH_KDA_NO_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      FLASH_KDA_UNROLL
+      for (int step = 0; step < 4; ++step) {
+        const SharedAddress right_step = right_at ^ (step << 5), left_step = left_at ^ (step << 5);
+        std::uint32_t b0[4], b1[4], a[4];
+        load_matrix(right_step, b0);                      // key rows 0..15
+        load_matrix(right_step + kHalf * kRowBytes, b1);  // key rows 16..31
+        load_matrix(left_step, a);
+        mma_bf16(c[0][0], a, b0[0], b0[1]);
+        mma_bf16(c[0][1], a, b0[2], b0[3]);
+        load_matrix(left_step + kHalf * kRowBytes, a);
+        mma_bf16(c[1][0], a, b0[0], b0[1]);
+        mma_bf16(c[1][1], a, b0[2], b0[3]);
+        mma_bf16(c[2][0], a, b1[0], b1[1]);
+        mma_bf16(c[2][1], a, b1[2], b1[3]);
+      }
+      left_at += kChannelHalfBytes;
+      right_at += kChannelHalfBytes;
     }
   }
 
-  // Where lane 8i + r writes row r of the i-th of four 8x8 blocks (row and column in units of 8): stmatrix addresses
-  // inside a tile whose rows start with 16-byte unit `unit`.
-  FLASH_KDA_DEVICE SharedAddress block_row(SharedAddress tile, int unit, int block_row_index, int block_column) const {
-    const int row = 8 * block_row_index + (lane & 7);
-    return tile + row * kRowBytes + (((unit + block_column) ^ (row & 7)) << 4);
-  }
-
-  // Writes the ten blocks of a lower triangle; those above it were zeroed once and stay.
-  // values(r, c, row_half...) gives block (r, c) packed to bf16 pairs.
+  // Writes the ten blocks of a lower triangle with three stmatrix; those above it were zeroed once and stay. packed(r, c)
+  // is this lane's pair of block (r, c). Lane 8i + j gives the address of row j of an instruction's i-th block.
   template <class Packed>
   FLASH_KDA_DEVICE void store_lower(SharedAddress tile, int unit, const Packed& packed) const {
-    const int i = lane >> 3;
-    // (0,0) (1,0) (1,1) (2,0) | (2,1) (2,2) (3,0) (3,1) | (3,2) (3,3) and once more
-    store_matrix(block_row(tile, unit, (i + 1) >> 1, i == 2 ? 1 : 0), packed(0, 0), packed(1, 0), packed(1, 1),
-                 packed(2, 0));
-    store_matrix(block_row(tile, unit, i < 2 ? 2 : 3, i == 0 || i == 3 ? 1 : (i == 1 ? 2 : 0)), packed(2, 1),
-                 packed(2, 2), packed(3, 0), packed(3, 1));
-    store_matrix(block_row(tile, unit, 3, (i & 1) != 0 ? 3 : 2), packed(3, 2), packed(3, 3), packed(3, 2),
-                 packed(3, 3));
+    store_matrix((tile + lower_rows[0]) ^ (16 * unit), packed(0, 0), packed(1, 0), packed(1, 1), packed(2, 0));
+    store_matrix((tile + lower_rows[1]) ^ (16 * unit), packed(2, 1), packed(2, 2), packed(3, 0), packed(3, 1));
+    store_matrix((tile + lower_rows[2]) ^ (16 * unit), packed(3, 2), packed(3, 3), packed(3, 2), packed(3, 3));
+  }
+  FLASH_KDA_DEVICE static SharedAddress lower_row(int lane, int block_row, int block_column) {
+    return (8 * block_row + (lane & 7)) * kRowBytes + ((block_column ^ (lane & 7)) << 4);
   }
 
   // Element pair (row block r, column block c) of the blocks of score_blocks.
@@ -127,8 +136,10 @@ struct SolveRole {
     store_lower(solution, 4, [&](int r, int col) {
       const Block8 b = score(c, r, col);
       // Rows attend to themselves and to earlier rows; on the diagonal block, to columns up to their own.
+      // Times 2^96, as the products of the state that they are added to.
       const bool diagonal = r == col;
-      return pack_bf16(!diagonal || 2 * t() <= g() ? b.x0 : 0.0f, !diagonal || 2 * t() + 1 <= g() ? b.x1 : 0.0f);
+      return pack_bf16(!diagonal || 2 * t() <= g() ? b.x0 * kBoost : 0.0f,
+                       !diagonal || 2 * t() + 1 <= g() ? b.x1 * kBoost : 0.0f);
     });
   }
 
@@ -192,49 +203,141 @@ struct SolveRole {
     }
   }
 
-  FLASH_KDA_DEVICE void write_solution(SharedAddress stage, SharedAddress solution, SharedAddress value_factor,
-                                       int value_unit, int table, float beta) const {
+  // Squared norm of k of row 8i + g: the diagonal of -A_kk (K1 is stored negated).
+  FLASH_KDA_DEVICE float key_norm(const float (&c)[3][2][4], int i) const {
+    const Block8 d = score(c, i, i);
+    return -shuffle((g() & 1) != 0 ? d.x1 : d.x0, (lane & 28) + (g() >> 1));
+  }
+
+  // Output scale of row `lane`; its squared norm of q is returned.
+  FLASH_KDA_DEVICE float write_query_scale(int table, float shift) const {
+    const SharedAddress norms = base + Layout::kQueryNormAt + 2 * table * kRowTableBytes + lane * 4;
+    const float norm = load_f32(norms) + load_f32(norms + kRowTableBytes);
+    // The norm is of the raw row, the product of the shifted one.
+    const float scale = (params.l2norm ? rsqrt_approx(norm + kNormEpsilon) : 1.0f) * reciprocal_approx(shift);
+    store_f32(base + Layout::kQueryScaleAt + table * kRowTableBytes + lane * 4,
+              scale * (params.scale * (kValueUnscale * kUnboost)));
+    return norm;
+  }
+
+  // X and M of a chunk from its scores, and the scale of its updates. `c`: -A_kk; `shifts`: powers of two of the rows
+  // of k, or 0.
+  FLASH_KDA_DEVICE void write_solution(const float (&c)[3][2][4], SharedAddress shifts, float beta,
+                                       SharedAddress solution, SharedAddress value_factor, int value_unit,
+                                       int table) const {
     Block8 n[10];
-    float weight[4], value_weight[4];  // w and b r of row 8 i + g
+    float rate[4];  // r of row 8i + g
     {
-      float c[3][2][4];  // -A_kk: K1 is stored negated
-      score_blocks(stage, kTileK, c);
-      const SharedAddress shifts = base + Layout::kKeyShiftAt + table * kRowTableBytes;
+      float weight[4][2];  // b r of columns 8i + 2t and + 1
       FLASH_KDA_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const Block8 d = score(c, i, i);
-        const float norm = -shuffle((g() & 1) != 0 ? d.x1 : d.x0, (lane & 28) + (g() >> 1));
-        const float shift = load_f32(shifts + (8 * i + g()) * 4);
-        const float r = params.l2norm ? rsqrt_approx(norm + kNormEpsilon * shift * shift) : reciprocal_approx(shift);
-        value_weight[i] = shuffle(beta, 8 * i + g()) * r;
-        weight[i] = value_weight[i] * r;
+        const float shift = shifts != 0 ? load_f32(shifts + (8 * i + g()) * 4) : 1.0f;
+        rate[i] = params.l2norm ? rsqrt_approx(key_norm(c, i) + kNormEpsilon * shift * shift) : reciprocal_approx(shift);
+        const float row = shuffle(beta, 8 * i + g()) * rate[i];
+        if (t() == 0) {
+          store_f32(base + Layout::kUpdateScaleAt + table * kRowTableBytes + (8 * i + g()) * 4, row * kValueScale);
+        }
+        weight[i][0] = shuffle(row, 8 * t());
+        weight[i][1] = shuffle(row, 8 * t() + 4);
       }
       FLASH_KDA_UNROLL
       for (int r = 0; r < 4; ++r) {
         FLASH_KDA_UNROLL
         for (int col = 0; col <= r; ++col) {
           Block8 b = score(c, r, col);
-          b = {b.x0 * weight[r], b.x1 * weight[r]};
+          b = {b.x0 * rate[r] * weight[col][0], b.x1 * rate[r] * weight[col][1]};
           if (r == col) b = {2 * t() < g() ? b.x0 : 0.0f, 2 * t() + 1 < g() ? b.x1 : 0.0f};
           n[lower(r, col)] = b;
         }
       }
     }
     invert(n);
+    store_lower(value_factor, value_unit, [&](int r, int col) {
+      const Block8& b = n[lower(r, col)];
+      return pack_bf16(b.x0, b.x1);
+    });
+    float column[4][2];  // M = X diag(r); the products of the state are times 2^96 2^-8
     FLASH_KDA_UNROLL
-    for (int which = 0; which < 2; ++which) {  // M = X diag(w), Mv = X diag(b r); columns 8c + 2t and + 1
-      float column[4][2];
-      FLASH_KDA_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const float row = which == 0 ? weight[i] * kUnboost : value_weight[i] * kValueScale;
-        column[i][0] = shuffle(row, 8 * t());
-        column[i][1] = shuffle(row, 8 * t() + 4);
-      }
-      store_lower(which == 0 ? solution : value_factor, which == 0 ? 0 : value_unit, [&](int r, int col) {
-        const Block8& b = n[lower(r, col)];
-        return pack_bf16(b.x0 * column[col][0], b.x1 * column[col][1]);
-      });
+    for (int i = 0; i < 4; ++i) {
+      column[i][0] = shuffle(rate[i], 8 * t()) * (kUnboost * kValueUnscale);
+      column[i][1] = shuffle(rate[i], 8 * t() + 4) * (kUnboost * kValueUnscale);
     }
+    store_lower(solution, 0, [&](int r, int col) {
+      const Block8& b = n[lower(r, col)];
+      return pack_bf16(b.x0 * column[col][0], b.x1 * column[col][1]);
+    });
+  }
+
+  FLASH_KDA_DEVICE void solve_chunk(const ChunkDescriptor& d, const StreamPosition& at, int& reload_parity) const {
+    const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
+    const int slot = at.n & (kSolutionSlots - 1), table = at.table();
+    const SharedAddress solution = base + Layout::kSolutionAt + slot * kTileBytes;
+    const float beta = strength(d);
+    if (at.n >= kSolutionSlots) {
+      barrier_wait(base + Layout::kReleased + 8 * at.stage_before(kSolutionSlots), at.parity_before(kSolutionSlots));
+    }
+    float c[3][2][4];
+    score_blocks(stage, kTileK, c);
+    bool extreme = !(write_query_scale(table, 1.0f) <= kPlainSquaredNorm);
+    FLASH_KDA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const float norm = key_norm(c, i);  // by the whole warp, whatever a lane has found before
+      extreme = extreme || !(norm <= kPlainSquaredNorm);
+    }
+    SharedAddress shifts = 0;
+    if (any_in_warp(extreme)) {
+      shifts = base + Layout::kShiftAt + 2 * warp * kRowTableBytes;
+      prepare_shifted(d, at, reload_parity);
+      write_query_scale(table, load_f32(shifts + kRowTableBytes + lane * 4));
+      score_blocks(stage, kTileK, c);
+    }
+    write_solution(c, shifts, beta, solution, base + Layout::kValueFactorAt + (slot >> 1) * kTileBytes,
+                   4 * (slot & 1), table);
+    write_query_scores(stage, solution);
+  }
+
+  // ---- rows of extreme norm ----
+
+  // The power of two for each of 32 rows of `tile` (k or q), from the largest element of the row.
+  FLASH_KDA_DEVICE void write_shifts(SharedAddress tile, SharedAddress shifts) const {
+    std::uint32_t largest = 0;  // of row `lane`, as bits of a magnitude
+    for (int unit = 0; unit < 16; ++unit) {
+      const uint4 x = load_u32x4(tile + (unit >> 3) * kChannelHalfBytes + lane * kRowBytes +
+                                 (((unit & 7) ^ (lane & 7)) << 4));
+      for (const std::uint32_t pair : {x.x, x.y, x.z, x.w}) {
+        largest = largest > (pair & 0x7fff0000u) ? largest : pair & 0x7fff0000u;
+        largest = largest > (pair << 16 & 0x7fff0000u) ? largest : pair << 16 & 0x7fff0000u;
+      }
+    }
+    const int exponent = static_cast<int>(largest >> 23);  // biased
+    const bool shifts_help = exponent > 127 && exponent < 255;
+    store_f32(shifts + lane * 4, shifts_help ? from_bits(static_cast<std::uint32_t>(254 - exponent) << 23) : 1.0f);
+  }
+
+  FLASH_KDA_DEVICE void prepare_shifted(const ChunkDescriptor& d, const StreamPosition& at, int& reload_parity) const {
+    const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
+    const SharedAddress barrier = base + Layout::kReloaded + 8 * warp;
+    fence_async_proxy();  // the copy engine overwrites what the prepare role wrote
+    sync_warp();
+    if (lane == 0) {
+      const int batch = params.cu_seqlens != nullptr ? 0 : d.sequence;
+      barrier_arrive_expect(barrier, kStageBytes);
+      load_chunk(maps, stage, barrier, d.head_block / kValueBlocks, d.token, batch);
+    }
+    barrier_wait(barrier, reload_parity);
+    reload_parity ^= 1;
+    const SharedAddress shifts = base + Layout::kShiftAt + 2 * warp * kRowTableBytes;
+    write_shifts(stage + kTileK, shifts);
+    write_shifts(stage + kTileQ, shifts + kRowTableBytes);
+    sync_warp();
+    FLASH_KDA_NO_UNROLL
+    for (int part = 0; part < kWarpgroup / kWarp; ++part) {  // the four warps' work, one after the other
+      const PrepareRole<kStateGroups> prepare{params, base, 0, part, lane};
+      BoundedGate gate = {};
+      gate.open(params, d.head_block / kValueBlocks, prepare.channel(), false);
+      prepare.template write_products<false, RowKind::kShifted>(stage, gate, d.rows(), shifts, at.table());
+    }
+    sync_warp();
   }
 
   // From the middle of the chunk before to the middle of this one, times 2^96.
@@ -253,28 +356,18 @@ struct SolveRole {
 
   FLASH_KDA_DEVICE void run() {
     StreamPosition at(warp);
+    int reload_parity = 0;
     FLASH_KDA_NO_UNROLL
     for (;; at.advance(kSolverWarps)) {
       barrier_wait(base + Layout::kPrepared + 8 * at.stage, at.parity);
       const ChunkDescriptor d = read_descriptor<Layout>(base, at.n);
-      if (!d.stop() && d.rows() > 0) {
-        const float beta = strength(d);
-        const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
-        const int slot = at.n & (kSolutionSlots - 1);
-        const SharedAddress solution = base + Layout::kSolutionAt + slot * kTileBytes;
-        if (at.n >= kSolutionSlots) {
-          barrier_wait(base + Layout::kReleased + 8 * at.stage_before(kSolutionSlots),
-                       at.parity_before(kSolutionSlots));
-        }
-        write_query_scores(stage, solution);
-        write_solution(stage, solution, base + Layout::kValueFactorAt + (slot >> 1) * kTileBytes, 4 * (slot & 1),
-                       at.table(), beta);
-      }
+      const bool work = !d.stop() && d.rows() > 0;
+      if (work) solve_chunk(d, at, reload_parity);
       // The chunk before may still be in another warp's hands; its tables are complete once it is solved.
       if (at.n > 0) barrier_wait(base + Layout::kSolved + 8 * at.stage_before(1), at.parity_before(1));
-      if (!d.stop() && d.rows() > 0) {
+      if (work) {
         write_step(d.first(), at.n);
-        fence_async_proxy();
+        fence_async_proxy();  // for what this warp wrote, and for K1, Q1, K2 of the prepare role
       }
       sync_warp();
       if (lane == 0) barrier_arrive(base + Layout::kSolved + 8 * at.stage);

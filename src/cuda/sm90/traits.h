@@ -18,7 +18,7 @@ constexpr int kWarpgroup = 128;
 // ---- rings ---------------------------------------------------------------------------------------------------------
 constexpr int kStages = 6;        // chunks of q, k, g between the load and the last product that reads them
 constexpr int kTableSlots = 8;    // per-chunk tables and descriptors; a power of two above kStages
-constexpr int kSolutionSlots = 4; // chunks of M, Mv and A_qk
+constexpr int kSolutionSlots = 4; // chunks of M, X and A_qk
 constexpr int kValueSlots = 4;    // chunks of V, which become O
 
 constexpr int kPrepareGroups = 2; // warpgroups of the prepare role; they take alternate chunks
@@ -36,9 +36,9 @@ constexpr float kUnboost = 1.0f / 79228162514264337593543950336.0f;  // exact
 // larger in the state's basis, and this moves room from where fp32 has it to where it is needed.
 constexpr float kValueScale = 1.0f / 256.0f;
 constexpr float kValueUnscale = 256.0f;
-// Rows of k and q whose squared norm is outside this range are scaled by a power of two first (kept exact).
-constexpr float kPlainNormLow = 1.0f / 1048576.0f;
-constexpr float kPlainNormHigh = 1048576.0f;
+// A chunk with a row of k or q of a larger squared norm is prepared again, its rows scaled by powers of two: with the
+// e^80 of a saturated gate its products could overflow.
+constexpr float kPlainSquaredNorm = 1048576.0f;
 
 // ---- shared memory, bytes ------------------------------------------------------------------------------------------
 // A tile is 32 rows of 128 bytes (64 bf16), 128-byte swizzle.
@@ -62,25 +62,27 @@ template <int kStateGroups>
 struct SharedLayout {
   static constexpr int kStageAt = 0;
   static constexpr int kSolutionAt = kStageAt + kStages * kStageBytes;           // M (64 B of a row), A_qk (64 B)
-  static constexpr int kValueFactorAt = kSolutionAt + kSolutionSlots * kTileBytes; // Mv, two chunks a tile
+  static constexpr int kValueFactorAt = kSolutionAt + kSolutionSlots * kTileBytes; // X, two chunks a tile
   static constexpr int kValueAt = kValueFactorAt + kSolutionSlots / 2 * kTileBytes;
   static constexpr int kEnterAt = kValueAt + kStateGroups * kValueSlots * kTileBytes;  // decay start -> middle
   static constexpr int kLeaveAt = kEnterAt + kTableSlots * kFactorBytes;               // decay middle -> end
   static constexpr int kStepAt = kLeaveAt + kTableSlots * kFactorBytes;  // previous middle -> middle, times 2^96
-  static constexpr int kQueryScaleAt = kStepAt + kTableSlots * kFactorBytes;    // output scale of a row
-  static constexpr int kKeyShiftAt = kQueryScaleAt + kTableSlots * kRowTableBytes;   // power of two given to a k row
-  static constexpr int kQueryShiftAt = kKeyShiftAt + kTableSlots * kRowTableBytes;   // same for q
-  static constexpr int kDescriptorAt = kQueryShiftAt + kTableSlots * kRowTableBytes;
+  static constexpr int kQueryNormAt = kStepAt + kTableSlots * kFactorBytes;  // |q|^2 of a row, by halves of channels
+  static constexpr int kQueryScaleAt = kQueryNormAt + 2 * kTableSlots * kRowTableBytes;  // output scale of a row
+  static constexpr int kUpdateScaleAt = kQueryScaleAt + kTableSlots * kRowTableBytes;    // update scale of a row
+  static constexpr int kDescriptorAt = kUpdateScaleAt + kTableSlots * kRowTableBytes;
   static constexpr int kBarrierAt = kDescriptorAt + kTableSlots * kDescriptorBytes;
 
   // Barriers, 8 bytes each.
   static constexpr int kLoaded = kBarrierAt;                  // q, k, g of a stage have arrived
   static constexpr int kPrepared = kLoaded + 8 * kStages;     // K1, Q1, K2 and the tables are written
-  static constexpr int kSolved = kPrepared + 8 * kStages;     // M, Mv, A_qk and the step factor are written
+  static constexpr int kSolved = kPrepared + 8 * kStages;     // M, X, A_qk, scales and the step factor are written
   static constexpr int kReleased = kSolved + 8 * kStages;     // the state role is done with the stage
   static constexpr int kValueLoaded = kReleased + 8 * kStages;                           // [group][slot]
   static constexpr int kOutputReady = kValueLoaded + 8 * kStateGroups * kValueSlots;     // [group][slot]
-  static constexpr int kBytes = kOutputReady + 8 * kStateGroups * kValueSlots;
+  static constexpr int kReloaded = kOutputReady + 8 * kStateGroups * kValueSlots;        // [solver warp], rare
+  static constexpr int kShiftAt = kReloaded + 8 * kSolverWarps;  // [solver warp][k, q][row], rare
+  static constexpr int kBytes = kShiftAt + kSolverWarps * 2 * kRowTableBytes;
 };
 static_assert(SharedLayout<2>::kBytes <= 232448, "more shared memory than a block may have");
 
@@ -97,8 +99,6 @@ struct Roles {
   static constexpr int kSolveRegisters = kStateGroups == 2 ? 64 : 112;
   static_assert(kStateGroups * kStateRegisters + kPrepareGroups * kPrepareRegisters + kSolveRegisters <=
                 kWarpgroups * kLaunchRegisters);
-  // Rows of k, q, g that a prepare warp has in registers at once.
-  static constexpr int kPrepareRows = kStateGroups == 2 ? 2 : 4;
 };
 
 }  // namespace flash_kda::sm90
