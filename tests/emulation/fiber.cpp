@@ -43,7 +43,7 @@ void Fiber::enter_split(unsigned low, unsigned high) {
 #else
 
 // swapcontext() makes a system call each time; this saves what the System V ABI asks a callee to
-// keep, and nothing else.
+// keep, and nothing else. NOLINTBEGIN(portability-no-assembler): ucontext serves other machines.
 extern "C" void flash_kda_emulation_switch(void** save, void* load);
 extern "C" void flash_kda_emulation_start();
 asm(R"(
@@ -79,6 +79,7 @@ flash_kda_emulation_start:
   ud2
 .size flash_kda_emulation_start, .-flash_kda_emulation_start
 )");
+// NOLINTEND(portability-no-assembler)
 
 #endif
 
@@ -109,7 +110,7 @@ void Fiber::start(std::byte* stack, std::size_t bytes, Entry entry, void* argume
   frame[4] = reinterpret_cast<void*>(&Fiber::enter);  // rbx
   frame[5] = nullptr;                                 // rbp
   frame[6] = reinterpret_cast<void*>(&flash_kda_emulation_start);
-  context_ = frame;
+  context_ = static_cast<void*>(frame);
 #endif
 }
 

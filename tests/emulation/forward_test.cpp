@@ -42,10 +42,12 @@ Result run(Case& c, const EmulatedLaunch& launch) {
 const std::vector<EmulatedLaunch>& launches() {
   static const std::vector<EmulatedLaunch> all = {
       {.state_groups = 2, .grid = 1, .counter = false, .order = {}, .seed = 0},
-      {.state_groups = 1, .grid = 2, .counter = false, .order = {}, .seed = 0},
-      {.state_groups = 2, .grid = 3, .counter = true, .order = {}, .seed = 1},
       {.state_groups = 1, .grid = 3, .counter = true, .order = {}, .seed = 2},
+#if !defined(__SANITIZE_ADDRESS__)  // ten times slower
+      {.state_groups = 2, .grid = 3, .counter = true, .order = {}, .seed = 1},
+      {.state_groups = 1, .grid = 2, .counter = false, .order = {}, .seed = 0},
       {.state_groups = 2, .grid = 2, .counter = false, .order = {}, .seed = 3},
+#endif
   };
   return all;
 }
@@ -110,7 +112,7 @@ TEST(EmulatedForward, LongSequence) {
 TEST(EmulatedForward, OrderOfSequencesDoesNotMatter) {
   Case c(spec({70, 10, 200, 33}, 2));
   const Result first = run(c, launches()[0]);
-  EmulatedLaunch launch = launches()[2];
+  EmulatedLaunch launch = launches()[1];
   launch.order = {2, 0, 3, 1};
   EXPECT_TRUE(run(c, launch) == first);
 }

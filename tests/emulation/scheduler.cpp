@@ -21,7 +21,7 @@ constexpr std::size_t kLongestQueue = 4096;
 Scheduler* running = nullptr;
 
 // Unwinds the stack of a thread that will not go on.
-struct Cancelled {};
+struct Cancelled : std::exception {};
 
 std::string describe_gather(const Thread& thread) { return thread.operation; }
 
@@ -73,7 +73,7 @@ void Scheduler::thread_entry(void* argument) {
     scheduler.live_ -= 1;
     (*scheduler.thread_done_)();
   } catch (const Cancelled&) {
-    // Somebody else's failure ends the run.
+    thread.operation = "cancelled";  // somebody else's failure ends the run
   } catch (...) {
     scheduler.failure_ = std::current_exception();
   }

@@ -59,7 +59,7 @@ void SharedMemory::race(const char* operation, std::size_t granule, const char* 
 void SharedMemory::check_reads(const char* operation, std::size_t granule,
                                const Clocks::Knowledge& by) const {
   const Reads& reads = reads_[granule];
-  for (int i = 0; i < reads.count; ++i) {
+  for (std::size_t i = 0; i < reads.count; ++i) {
     const Epoch e = reads.few[i];
     if (!by.knows(e)) race(operation, granule, "a read by", e.actor);
   }
@@ -78,7 +78,7 @@ void SharedMemory::add_read(std::size_t granule, Epoch e) {
     (*reads.many)[e.actor] = e.clock;
     return;
   }
-  for (int i = 0; i < reads.count; ++i) {
+  for (std::size_t i = 0; i < reads.count; ++i) {
     if (reads.few[i].actor == e.actor) {
       reads.few[i].clock = e.clock;
       return;
@@ -90,7 +90,8 @@ void SharedMemory::add_read(std::size_t granule, Epoch e) {
   }
   reads.many = std::make_unique<Clocks::Vector>();
   reads.many->fill(0);
-  for (int i = 0; i < reads.count; ++i) (*reads.many)[reads.few[i].actor] = reads.few[i].clock;
+  for (std::size_t i = 0; i < reads.count; ++i)
+    (*reads.many)[reads.few[i].actor] = reads.few[i].clock;
   (*reads.many)[e.actor] = e.clock;
   reads.count = 0;
 }

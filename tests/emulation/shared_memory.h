@@ -65,8 +65,8 @@ class SharedMemory {
   };
   // Reads since the last write: a few, or one clock for each actor.
   struct Reads {
-    static constexpr int kFew = 12;
-    int count = 0;
+    static constexpr std::size_t kFew = 12;
+    std::size_t count = 0;
     Epoch few[kFew];
     std::unique_ptr<Clocks::Vector> many;
   };

@@ -1,5 +1,7 @@
 #include "emulation/warpgroup_products.h"
 
+#include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "emulation/fragments.h"
@@ -208,7 +210,7 @@ WarpgroupProducts::Accumulator& WarpgroupProducts::accumulator(
       const int row = fragment_group(lane) + 8 * (i / 2 % 2),
                 column = 8 * (i / 4) + 2 * fragment_in_group(lane) + i % 2;
       if (accumulate) acc.values[row][column] = d[i];
-      std::memcpy(&d[i], &kPoison, sizeof kPoison);
+      d[i] = std::bit_cast<float>(kPoison);
     }
   }
   return acc;
@@ -281,7 +283,7 @@ void WarpgroupProducts::retire(Accumulator& acc) {
       const int row = fragment_group(lane) + 8 * (i / 2 % 2),
                 column = 8 * (i / 4) + 2 * fragment_in_group(lane) + i % 2;
       float& d = acc.lanes[lane][i];
-      if (std::memcmp(&d, &kPoison, sizeof kPoison) != 0) {
+      if (std::bit_cast<std::uint32_t>(d) != kPoison) {
         scheduler_.fail(
             format("wgmma_wait: lane %d wrote element %d of an accumulator that was in "
                    "flight",
