@@ -31,6 +31,7 @@ Block::Block(int index, int blocks, int threads, std::size_t shared_bytes, std::
     : grid_blocks(blocks),
       scheduler(index, threads, seed, stacks),
       clocks(threads),
+      registers(scheduler, RegisterPool::of_launch(threads)),
       memory(scheduler, clocks, shared_bytes),
       named_barriers(scheduler, clocks),
       barriers(scheduler, clocks, memory),

@@ -8,6 +8,7 @@
 #include "emulation/barriers.h"
 #include "emulation/bulk_copy.h"
 #include "emulation/clocks.h"
+#include "emulation/registers.h"
 #include "emulation/scheduler.h"
 #include "emulation/shared_memory.h"
 #include "emulation/warpgroup_products.h"
@@ -24,6 +25,7 @@ struct Block {
   int grid_blocks;
   Scheduler scheduler;
   Clocks clocks;
+  RegisterPool registers;
   SharedMemory memory;
   NamedBarriers named_barriers;
   TransactionBarriers barriers;

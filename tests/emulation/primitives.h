@@ -82,6 +82,7 @@ inline float flush(float x) {
 // ---- threads
 // -------------------------------------------------------------------------------------
 inline int thread_index() { return detail::thread_index(); }
+inline int lane_index() { return detail::thread_index() % emulation::kWarpSize; }
 inline int block_index() { return detail::block().scheduler.block(); }
 inline int grid_size() { return detail::block().grid_blocks; }
 inline void sync_block() { detail::block().named_barriers.sync_block(); }
@@ -115,10 +116,12 @@ inline int warp_uniform(int x) {
 template <int kRegisters>
 inline void grow_registers() {
   static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0);
+  detail::block().registers.grow(kRegisters);
 }
 template <int kRegisters>
 inline void shrink_registers() {
   static_assert(kRegisters >= 24 && kRegisters <= 256 && kRegisters % 8 == 0);
+  detail::block().registers.shrink(kRegisters);
 }
 // Grids run one after another.
 inline void wait_for_previous_grid() {}

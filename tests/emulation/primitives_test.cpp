@@ -63,6 +63,21 @@ TEST(EmulatedWarp, ShufflesVotesAndUniformValues) {
   });
 }
 
+TEST(EmulatedRegisters, GrowingWaitsForWhatOthersGive) {
+  for (const std::uint64_t seed : kSeeds) {
+    EXPECT_NO_THROW(run(512, seed, [](SharedAddress) {  // 128 each
+      thread_index() < 128 ? grow_registers<248>() : shrink_registers<88>();
+    }));
+  }
+  EXPECT_ERROR("grow_registers(256): threads", 512, 1, [](SharedAddress) {
+    thread_index() < 128 ? grow_registers<256>() : shrink_registers<88>();
+  });
+  EXPECT_ERROR("grow_registers: to 120 from 128", 512, 1,
+               [](SharedAddress) { grow_registers<120>(); });
+  EXPECT_ERROR("shrink_registers: to 136 from 128", 512, 1,
+               [](SharedAddress) { shrink_registers<136>(); });
+}
+
 TEST(EmulatedNumbers, FollowTheInstructions) {
   const float smallest = std::numeric_limits<float>::min();
   EXPECT_EQ(exp2_approx(-kInfinity), 0.0f);
