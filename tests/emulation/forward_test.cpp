@@ -267,6 +267,42 @@ TEST(EmulatedForward, IdenticalKeys) {
   check(c, 5e-2);
 }
 
+// Every step is exact in bf16, so the result is too: signed one-hot keys and queries with repeats,
+// no decay, writing strengths 0, 1/2 and 1, values that are multiples of 8 and at most three
+// halvings.
+TEST(EmulatedForward, ExactInputsGiveExactResults) {
+  constexpr std::int64_t kTokens = 200, kPlaces = 12;
+  CaseSpec s = spec({77, 0, 123}, 2);
+  s.l2norm = false;
+  s.rate = s.bias = false;
+  s.scale = 0.5;
+  s.final = DType::kBFloat16;
+  Case c(s);
+  Random random(5);
+  const auto below = [&random](std::uint64_t n) {
+    return static_cast<std::int64_t>(random.bits() % n);
+  };
+  c.q.fill(0);
+  c.k.fill(0);
+  c.g.fill(-1e4);
+  c.v.generate([&] { return static_cast<double>(8 * (below(17) - 8)); });
+  c.initial.generate([&] { return static_cast<double>(8 * (below(17) - 8)); });
+  for (std::int64_t h = 0; h < 2; ++h) {
+    int halvings[kPlaces] = {};  // since the place was last written whole
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      const std::int64_t place = below(kPlaces);
+      int& count = halvings[place];
+      const auto kind = below(4);  // nothing, half, whole, whole
+      const bool half = kind == 1 && count < 3;
+      count = half ? count + 1 : (kind == 0 ? count : 0);
+      c.beta.set(half ? 0.0 : (kind == 0 ? -kInfinity : kInfinity), 0, t, h);
+      c.k.set(below(2) == 0 ? 1 : -1, 0, t, h, 10 * place);
+      c.q.set(below(2) == 0 ? 1 : -1, 0, t, h, 10 * below(kPlaces));
+    }
+  }
+  check(c, 0.0);
+}
+
 TEST(EmulatedForward, NanStaysInItsSequenceHeadAndRows) {
   CaseSpec s = spec({40, 60, 64}, 3);
   s.padding = 20;
