@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -83,11 +84,9 @@ def oracle(problem: Problem, heads: Sequence[int] | None = None) -> Oracle:
     wanted = list(range(problem.value_heads)) if heads is None else list(heads)
     tokens = sum(end - start for _, start, end in problem.offsets)
     workers = min(len(wanted), os.cpu_count() or 1, 8)
-    if (
-        workers < 2
-        or tokens * len(wanted) < 4096
-        or "fork" not in multiprocessing.get_all_start_methods()
-    ):
+    # JAX's threads do not survive a fork, and say so.
+    can_fork = "fork" in multiprocessing.get_all_start_methods() and "jax" not in sys.modules
+    if workers < 2 or tokens * len(wanted) < 4096 or not can_fork:
         return _oracle_here(problem, wanted)
     context = multiprocessing.get_context("fork")
     parts = [list(map(int, part)) for part in np.array_split(wanted, workers)]
