@@ -81,8 +81,8 @@ def check(settings: Settings) -> int:
         console = stdout()
         console.print(_table(rows, seconds, device, settings.verbose))
         console.print(
-            "The figures are of the row nearest its bound. units: worst element in bf16 units of "
-            "the head's largest. held: properties such as bitwise equality.",
+            "Errors: relative RMS, of the sequence and head nearest the bound. units: worst element "
+            "in bf16 units of its head's largest. held: properties such as bitwise equality.",
             style="dim",
         )
         for row in failed:
@@ -120,17 +120,23 @@ def _figure(error: float | None, bound: float | None) -> str:
 
 
 def _line(rows: list[inputs.Row]) -> tuple[str, ...]:
-    """Figures of one input: the row nearest its bound, and how many properties held."""
-    measured = [row for row in rows if row.out_error is not None]
+    """The largest figures of one input, by their bounds, and how many properties held."""
     yes_no = [row for row in rows if row.out_error is None]
-    worst = max(measured, key=lambda row: row.margin, default=None)
     held = f"{sum(row.ok for row in yes_no)} of {len(yes_no)}" if yes_no else ""
-    out = state = units = ""
-    if worst is not None:
-        out = _figure(worst.out_error, worst.out_bound)
-        state = _figure(worst.state_error, worst.state_bound)
-        units = "" if worst.worst_units is None else f"{worst.worst_units:.2f}"
-    return out, state, units, held, "ok" if all(row.ok for row in rows) else "FAILED"
+    units = [row.worst_units for row in rows if row.worst_units is not None]
+    return (
+        _largest([(row.out_error, row.out_bound) for row in rows]),
+        _largest([(row.state_error, row.state_bound) for row in rows]),
+        f"{max(units):.2f}" if units else "",
+        held,
+        "ok" if all(row.ok for row in rows) else "FAILED",
+    )
+
+
+def _largest(figures: list[tuple[float | None, float | None]]) -> str:
+    """The figure that comes nearest its bound, with it."""
+    given = [(error, bound) for error, bound in figures if error is not None and bound]
+    return _figure(*max(given, key=lambda pair: pair[0] / pair[1])) if given else ""
 
 
 def _table(
