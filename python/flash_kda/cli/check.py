@@ -81,7 +81,7 @@ def check(settings: Settings) -> int:
         console = stdout()
         console.print(_table(rows, seconds, device, settings.verbose))
         console.print(
-            "Errors: relative RMS, of the sequence and head nearest the bound. units: worst element "
+            "Errors: relative RMS of the sequence and head nearest the bound. units: worst element "
             "in bf16 units of its head's largest. held: properties such as bitwise equality.",
             style="dim",
         )
