@@ -8,6 +8,10 @@ wider numbers, other array types and other head sizes. Zeros compare equal whate
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -312,3 +316,22 @@ def test_a_wrong_result_is_seen() -> None:
     out[0, 70] = 0
     with pytest.raises(AssertionError, match="past the end"):
         check_result(case, Result(out, good.final))
+
+
+@pytest.mark.parametrize("instructions", ["generic", "avx2", "avx512"])
+def test_each_instruction_set(instructions: str, exact_cases: Counter[str]) -> None:
+    """Part of the suite in a process that is made to use other kernels."""
+    environment = os.environ | {"FLASH_KDA_CPU_ISA": instructions}
+    ask = "import flash_kda; print(flash_kda.backends()[0].detail)"
+    told = subprocess.run(
+        [sys.executable, "-c", ask], env=environment, capture_output=True, text=True
+    )
+    if not told.stdout.startswith(instructions):
+        pytest.skip(f"no {instructions} here: {told.stdout.strip() or told.stderr.strip()[-200:]}")
+    part = "in_place or pieces or bounds or wrong or (head_sizes and 17) or (state_modes and softplus and out)"
+    command = [sys.executable, "-m", "pytest", "-q", "--device", "cpu", "-k", part, __file__]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
+    found = re.search(r"exact-match cases: (\d+)", result.stdout)
+    assert found, result.stdout[-3000:]
+    exact_cases[f"core and cpu-only with {instructions} kernels"] += int(found[1])
