@@ -13,8 +13,8 @@ rm -rf "$target"
 # Clang's sanitizer run time is another one; the module and the preloaded library must be of one kind.
 CXX=${CXX:-g++} CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)} "$python" -m pip install -qq \
   --disable-pip-version-check --no-build-isolation --no-deps --no-index --target "$target" . \
-  -C build-dir=build/sanitize-python/build -C cmake.build-type=RelWithDebInfo \
-  -C cmake.define.FLASH_KDA_SANITIZE=address -C cmake.define.FLASH_KDA_CUDA=OFF
+  --config-settings=build-dir=build/sanitize-python/build --config-settings=cmake.build-type=RelWithDebInfo \
+  --config-settings=cmake.define.FLASH_KDA_SANITIZE=address --config-settings=cmake.define.FLASH_KDA_CUDA=OFF
 
 runtime() { "${CXX:-g++}" -print-file-name="$1"; }
 # Leaks are not looked for: the interpreter keeps memory to its end on purpose.

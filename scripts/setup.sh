@@ -125,4 +125,4 @@ fi
 echo "setup: building flash_kda (CUDA kernels: $cuda)"
 [ "$venv" = none ] || PATH=$PWD/$venv/bin:$PATH
 CMAKE_BUILD_PARALLEL_LEVEL=$jobs "$py" -m pip install -qq --disable-pip-version-check --no-build-isolation \
-  --no-deps --no-index --force-reinstall . -C build-dir=build/python -C cmake.define.FLASH_KDA_CUDA="$cuda"
+  --no-deps --no-index --force-reinstall . --config-settings=build-dir=build/python --config-settings=cmake.define.FLASH_KDA_CUDA="$cuda"
