@@ -220,9 +220,10 @@ void forward(const ForwardArgs& args, const ForwardPlan& plan, const Kernels& ke
   const int values = static_cast<int>(plan.value_dim);
   const int panels = (values + kernels.panel - 1) / kernels.panel;
   const int wanted = useful_threads(plan);
-  const int parts = column_parts(call.lengths(), plan.value_heads, panels, wanted);
-  const int columns = (panels + parts - 1) / parts * kernels.panel;
-  const std::int64_t items = plan.sequences * plan.value_heads * parts;
+  const Shares shares = share(call.lengths(), plan.value_heads, panels, kHeadBlock, wanted);
+  const int columns = (panels + shares.parts - 1) / shares.parts * kernels.panel;
+  const std::int64_t blocks = (plan.value_heads + shares.heads - 1) / shares.heads;
+  const std::int64_t items = plan.sequences * blocks * shares.parts;
   const int threads = static_cast<int>(std::min<std::int64_t>(wanted, items));
   if (items == 0) return;
 
@@ -231,18 +232,23 @@ void forward(const ForwardArgs& args, const ForwardPlan& plan, const Kernels& ke
       ::operator delete(p, std::align_val_t{kScratchAlignment});
     }
   };
-  const std::size_t bytes =
-      kernels.scratch_bytes(static_cast<int>(plan.key_dim), std::min(columns, values));
+  const std::size_t bytes = kernels.scratch_bytes(static_cast<int>(plan.key_dim),
+                                                  std::min(columns, values), shares.heads);
   const std::unique_ptr<std::byte, Free> scratch(static_cast<std::byte*>(::operator new(
       bytes* static_cast<std::size_t>(threads), std::align_val_t{kScratchAlignment})));
 
   parallel_for(items, threads, [&](std::int64_t item, int worker) {
-    const std::int64_t part = item % parts;
-    const std::int64_t head = item / parts % plan.value_heads;
-    const std::int64_t sequence = item / parts / plan.value_heads;
+    const std::int64_t part = item % shares.parts;
+    const std::int64_t block = item / shares.parts % blocks;
+    const std::int64_t sequence = item / shares.parts / blocks;
     const int first = static_cast<int>(part) * columns;
-    const HeadTask task = call.task(sequence, head, first, std::min(columns, values - first));
-    kernels.run(task, scratch.get() + bytes * static_cast<std::size_t>(worker));
+    HeadTask tasks[kHeadBlock];
+    int count = 0;
+    for (std::int64_t head = block * shares.heads; count < shares.heads && head < plan.value_heads;
+         ++head) {
+      tasks[count++] = call.task(sequence, head, first, std::min(columns, values - first));
+    }
+    kernels.run(tasks, count, scratch.get() + bytes * static_cast<std::size_t>(worker));
   });
 }
 

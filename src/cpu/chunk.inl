@@ -46,21 +46,20 @@ struct Chunk {
 
 // Rows that only prepare() uses; they stay in the first-level cache from chunk to chunk.
 struct Workspace {
-  float* q;     // [kChunk, pitch]; zeros from token n on
-  float* k;     // [kChunk, pitch]; zeros from token n on
-  float* d;     // [kChunk, pitch]; 1 from token n on
-  float* bias;  // [pitch]
+  float* q;  // [kChunk, pitch]; zeros from token n on
+  float* k;  // [kChunk, pitch]; zeros from token n on
+  float* d;  // [kChunk, pitch]; 1 from token n on
   int pitch;
 };
 
 // Raw gates in w.d become decays. c.decay is the exponential of the summed log decays, which over a
 // long sequence strays less than a product of n rounded factors.
 template <GateForm F>
-void decays(const Workspace& w, const Chunk& c, const Gate gate, int n) {
+void decays(const Workspace& w, const Chunk& c, const Gate gate, const float* bias_row, int n) {
   static_assert(kChunk % kSideBySide == 0);
   const int pitch = w.pitch;
   for (int column = 0; column < pitch; column += kWidth) {
-    const Vec bias = load(w.bias + column);
+    const Vec bias = load(bias_row + column);
     Vec log_sum = splat(0);
     float* d = w.d + column;
     for (int first = 0; first < n; first += kSideBySide, d += kSideBySide * pitch) {
@@ -170,7 +169,9 @@ void strengths(const HeadTask& task, std::int64_t t, int n, float* strength) {
   }
 }
 
-void prepare(const HeadTask& task, std::int64_t t, int n, const Workspace& w, Chunk& c) {
+// `bias`: the gate's, padded to the pitch.
+void prepare(const HeadTask& task, const float* bias, std::int64_t t, int n, const Workspace& w,
+             Chunk& c) {
   const std::size_t blank = sizeof(float) * static_cast<std::size_t>((kChunk - n) * w.pitch);
   load_rows(task.q, t, n, task.key_dim, w.q, w.pitch);
   load_rows(task.k, t, n, task.key_dim, w.k, w.pitch);
@@ -181,13 +182,13 @@ void prepare(const HeadTask& task, std::int64_t t, int n, const Workspace& w, Ch
   }
   switch (task.gate.form) {
     case GateForm::kLowerBound:
-      decays<GateForm::kLowerBound>(w, c, task.gate, n);
+      decays<GateForm::kLowerBound>(w, c, task.gate, bias, n);
       break;
     case GateForm::kSoftplus:
-      decays<GateForm::kSoftplus>(w, c, task.gate, n);
+      decays<GateForm::kSoftplus>(w, c, task.gate, bias, n);
       break;
     case GateForm::kLogDecay:
-      decays<GateForm::kLogDecay>(w, c, task.gate, n);
+      decays<GateForm::kLogDecay>(w, c, task.gate, bias, n);
       break;
   }
   read_and_write_rows(w, c, n);

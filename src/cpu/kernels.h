@@ -75,13 +75,18 @@ struct HeadTask {
   Strength strength;
 };
 
+// Heads that one call of Kernels::run may take: the states of four (256 KB at K = V = 128) leave
+// room in a second-level cache of 1 MB, those of eight do not.
+inline constexpr int kHeadBlock = 4;
+
 // The kernels of one instruction set.
 struct Kernels {
   const char* name;
   int panel;  // columns of a panel: the unit in which a head's columns may be shared out
-  std::size_t (*scratch_bytes)(int key_dim, int columns);
+  std::size_t (*scratch_bytes)(int key_dim, int columns, int heads);
+  // Runs `count` heads, at most kHeadBlock, of one sequence, and the same columns of each.
   // `scratch` is aligned to kScratchAlignment; its contents mean nothing before and after.
-  void (*run)(const HeadTask& task, std::byte* scratch);
+  void (*run)(const HeadTask* tasks, int count, std::byte* scratch);
 };
 
 inline constexpr std::size_t kScratchAlignment = 64;

@@ -38,34 +38,53 @@ void parallel_for(std::int64_t items, int threads,
   drain(0);
 }
 
-int column_parts(std::span<const std::int64_t> lengths, std::int64_t heads, int panels,
-                 int threads) {
-  // With this many items a thread, longest first leaves little idle.
-  constexpr std::int64_t kItemsEnough = 8;
+namespace {
+
+// When the longest item is at most one in this many of a thread's share, longest first leaves
+// little idle time at the end.
+constexpr std::int64_t kItemsEnough = 8;
+
+// When the last thread ends, with items of `parts` parts of single heads started longest first.
+double end_of(std::span<const std::int64_t> lengths, std::int64_t heads, int panels, int parts,
+              int threads) {
   // What a part repeats (gates, norms, products of keys), in units of one panel's own work.
   constexpr double kSharedWork = 0.6;
-  const auto sequences = static_cast<std::int64_t>(lengths.size());
-  if (threads <= 1 || panels <= 1 || sequences * heads >= kItemsEnough * threads) return 1;
-
-  int best = 1;
-  double best_end = 0;
-  for (int parts = 1; parts <= panels; ++parts) {
-    const int width = (panels + parts - 1) / parts;
-    if (parts > 1 && (panels + width - 1) / width != parts)
-      continue;  // the same cut as fewer parts
-    std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
-    for (int i = 0; i < threads; ++i) free_at.push(0);
-    double end = 0;
-    for (const std::int64_t length : lengths) {
-      for (std::int64_t item = 0; item < heads * parts; ++item) {
-        const double done = free_at.top() + static_cast<double>(length) * (width + kSharedWork);
-        free_at.pop();
-        free_at.push(done);
-        end = std::max(end, done);
-      }
+  const double work = (panels + parts - 1) / parts + kSharedWork;
+  std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
+  for (int i = 0; i < threads; ++i) free_at.push(0);
+  double end = 0;
+  std::int64_t left = 4096;  // the shortest of very many items fill the gaps, whatever their order
+  for (const std::int64_t length : lengths) {
+    for (std::int64_t item = 0; item < heads * parts; ++item) {
+      if (left-- == 0) return end;
+      const double done = free_at.top() + static_cast<double>(length) * work;
+      free_at.pop();
+      free_at.push(done);
+      end = std::max(end, done);
     }
-    if (parts == 1 || end < best_end) {
-      best = parts;
+  }
+  return end;
+}
+
+}  // namespace
+
+Shares share(std::span<const std::int64_t> lengths, std::int64_t heads, int panels, int most_heads,
+             int threads) {
+  std::int64_t tokens = 0;
+  for (const std::int64_t length : lengths) tokens += length;
+  const auto most = static_cast<int>(std::min<std::int64_t>(heads, most_heads));
+  if (threads <= 1 || tokens == 0) return {most, 1};
+  const std::int64_t even = tokens * heads / (threads * kItemsEnough * lengths.front());
+  if (even >= 1) return {static_cast<int>(std::min<std::int64_t>(even, most)), 1};
+
+  Shares best;
+  double best_end = end_of(lengths, heads, panels, 1, threads);
+  for (int parts = 2; parts <= panels; ++parts) {
+    const int width = (panels + parts - 1) / parts;
+    if ((panels + width - 1) / width != parts) continue;  // the same cut as fewer parts
+    const double end = end_of(lengths, heads, panels, parts, threads);
+    if (end < best_end) {
+      best.parts = parts;
       best_end = end;
     }
   }

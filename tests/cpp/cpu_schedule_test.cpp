@@ -35,20 +35,35 @@ TEST(CpuSchedule, EveryItemOnce) {
 
 TEST(CpuSchedule, SplitsColumnsOnlyWhenItemsAreFew) {
   const std::vector<std::int64_t> one = {1000};
-  EXPECT_EQ(column_parts(one, 1, 8, 1), 1);  // one thread
-  EXPECT_EQ(column_parts(one, 1, 1, 8), 1);  // one panel
-  EXPECT_EQ(column_parts(one, 1, 8, 8), 8);  // a panel for each thread
-  EXPECT_EQ(column_parts(one, 1, 8, 2), 2);
-  EXPECT_EQ(column_parts(one, 2, 8, 2), 1);   // a head for each thread
-  EXPECT_EQ(column_parts(one, 96, 8, 8), 1);  // items enough
-  EXPECT_EQ(column_parts(one, 3, 8, 2), 2);   // 3 halves each beat 2 and 1 whole ones
-  EXPECT_EQ(column_parts({}, 4, 8, 8), 1);
+  const auto parts = [&](std::int64_t heads, int panels, int threads) {
+    return share(one, heads, panels, 4, threads).parts;
+  };
+  EXPECT_EQ(parts(1, 8, 1), 1);  // one thread
+  EXPECT_EQ(parts(1, 1, 8), 1);  // one panel
+  EXPECT_EQ(parts(1, 8, 8), 8);  // a panel for each thread
+  EXPECT_EQ(parts(1, 8, 2), 2);
+  EXPECT_EQ(parts(2, 8, 2), 1);   // a head for each thread
+  EXPECT_EQ(parts(96, 8, 8), 1);  // items enough
+  EXPECT_EQ(parts(3, 8, 2), 2);   // 3 halves each beat 2 and 1 whole ones
+  EXPECT_EQ(share({}, 4, 8, 4, 8).parts, 1);
 }
 
 // A sequence that outlasts all others together is split, although there are many items.
 TEST(CpuSchedule, SplitsForOneLongSequence) {
-  const std::vector<std::int64_t> lengths = {100000, 10, 10, 10};
-  EXPECT_GT(column_parts(lengths, 1, 8, 4), 1);
+  std::vector<std::int64_t> lengths(1000, 10);
+  lengths[0] = 100000;
+  const Shares shares = share(lengths, 1, 8, 4, 4);
+  EXPECT_GT(shares.parts, 1);
+  EXPECT_EQ(shares.heads, 1);
+}
+
+TEST(CpuSchedule, HeadsGoTogetherWhenItemsAreMany) {
+  const std::vector<std::int64_t> mixed = {3063, 2048, 1300, 963, 547, 271};
+  EXPECT_EQ(share(mixed, 96, 4, 4, 1).heads, 4);
+  EXPECT_EQ(share(mixed, 96, 4, 4, 2).heads, 4);
+  EXPECT_EQ(share(mixed, 96, 4, 4, 64).heads, 1);
+  EXPECT_EQ(share(mixed, 3, 4, 4, 1).heads, 3);
+  EXPECT_EQ(share(std::vector<std::int64_t>(500, 0), 12, 4, 4, 2).heads, 4);
 }
 
 TEST(CpuDispatch, GenericIsAlwaysThere) {
