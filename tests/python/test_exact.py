@@ -328,7 +328,8 @@ def test_each_instruction_set(instructions: str, exact_cases: Counter[str]) -> N
     )
     if not told.stdout.startswith(instructions):
         pytest.skip(f"no {instructions} here: {told.stdout.strip() or told.stderr.strip()[-200:]}")
-    part = "in_place or pieces or bounds or wrong or (head_sizes and 17) or (state_modes and softplus and out)"
+    part = "in_place or pieces or bounds or wrong or (head_sizes and 17)"
+    part += " or (state_modes and softplus and out)"
     command = [sys.executable, "-m", "pytest", "-q", "--device", "cpu", "-k", part, __file__]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
