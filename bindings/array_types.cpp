@@ -126,7 +126,10 @@ void ArrayTypes::load_torch() {
     nb::object hook = attribute(internals, name);
     if (hook.is_valid()) torch_.interpreters.push_back(std::move(hook));
   }
-  torch_.increment_version = nb::module_::import_("torch.autograd.graph").attr("increment_version");
+  torch_.increment_version = attribute(internals, "_increment_version");  // takes lists only
+  if (!torch_.increment_version.is_valid()) {
+    torch_.increment_version = torch.attr("autograd").attr("graph").attr("increment_version");
+  }
   torch_.is_grad_enabled = torch.attr("is_grad_enabled");
 }
 

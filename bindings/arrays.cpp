@@ -158,10 +158,12 @@ void ArrayReader::read(const char* name, nb::handle object, Access access, bool 
   }
 }
 
-// The imaginary part of a conjugated tensor is a view whose elements stand for their negatives;
-// DLPack has no word for that. There is no complex bfloat16, hence no such view of it.
+// torch.imag of a conjugated tensor is a view whose elements stand for their negatives; DLPack has
+// no word for that. Its strides are even, so that only a last dimension of one element passes for
+// dense; and there is no complex bfloat16.
 void ArrayReader::check_sign(const char* name, nb::handle object, const TensorView& view) {
-  if (view.dtype != DType::kFloat32 && view.dtype != DType::kFloat16) return;
+  if (view.dtype == DType::kBFloat16) return;
+  if (view.rank > 0 && view.shape[static_cast<std::size_t>(view.rank - 1)] > 1) return;
   if (nb::cast<bool>(object.attr("is_neg")())) {
     throw ValueError(std::string(name) +
                      ": expected plain memory, got a negated view; call resolve_neg() on it");
