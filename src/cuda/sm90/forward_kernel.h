@@ -2,8 +2,8 @@
 // warps of its own, hand a chunk from one to the next through barriers in shared memory:
 //
 //   load      1 warp        q, k, g, V in; O out                                                     load.h
-//   prepare   2 warpgroups  gate, running decay, norms; K1, Q1, K2 in the places of k, q, g          prepare.h
-//   solve     3 warps       A_kk, A_qk, the triangular inverse; X, M                                 solve.h
+//   prepare   2 or 3 wgs    gate, running decay, norms; K1, Q1, K2 in the places of k, q, g; A_qk    prepare.h
+//   solve     3 warps       A_kk, the triangular inverse; X, M                                       solve.h
 //   state     1 or 2 warpgroups, 64 V columns each: the recurrence                                   recurrence.h
 //
 // kStateGroups = 2: a block computes all 128 V columns of a head. kStateGroups = 1: two blocks share a head, each
@@ -12,7 +12,7 @@
 // Barriers of chunk n, stage n % 6:   loaded -> prepared -> solved -> released -> (loaded again by chunk n + 6)
 // and per value slot n % 4:           value loaded -> output ready -> (stored, then loaded again)
 //
-// Shared memory (two state groups), KiB: stages 144, M and A_qk 16, X 8, V and O 32, tables and barriers 18.
+// Shared memory (two state groups), KiB: stages 144, M and X 16, A_qk 12, V and O 32, tables and barriers 19.
 #pragma once
 
 #include "cuda/sm90/load.h"
@@ -57,19 +57,18 @@ FLASH_KDA_DEVICE void forward_block(const ForwardParams& params, const TensorMap
   wait_for_previous_grid();
   const int warpgroup = warp_uniform(thread / kWarpgroup);
   const int warp = warp_uniform(thread / kWarp % (kWarpgroup / kWarp));
-  const int lane = thread % kWarp;
   if (warpgroup < kStateGroups) {
     grow_registers<Blocks::kStateRegisters>();
-    StateRole<kStateGroups>(params, base, warpgroup, warp, lane).run();
-  } else if (warpgroup < kStateGroups + kPrepareGroups) {
+    StateRole<kStateGroups>(params, base, warpgroup, warp, lane_index()).run();
+  } else if (warpgroup < kStateGroups + Blocks::kPrepareGroups) {
     shrink_registers<Blocks::kPrepareRegisters>();
-    PrepareRole<kStateGroups>{params, base, warpgroup - kStateGroups, warp, lane}.run();
+    PrepareRole<kStateGroups>{params, base, warpgroup - kStateGroups, warp, lane_index()}.run();
   } else {
     shrink_registers<Blocks::kSolveRegisters>();
     if (warp < kSolverWarps) {
-      SolveRole<kStateGroups>(params, maps, base, warp, lane).run();
+      SolveRole<kStateGroups>{params, maps, base, warp, lane_index()}.run();
     } else {
-      LoadRole<kStateGroups>{params, maps, base, lane}.run();
+      LoadRole<kStateGroups>{params, maps, base, lane_index()}.run();
     }
   }
 }

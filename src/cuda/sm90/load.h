@@ -102,6 +102,7 @@ struct LoadRole {
   }
 
   FLASH_KDA_DEVICE void run() {
+    lane = lane_index();
     WorkCursor work(params, kValueBlocks);
     StreamPosition at(0);
     int stops = 0;

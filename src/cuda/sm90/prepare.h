@@ -8,11 +8,11 @@
 // the middle. The same tiles serve every product.
 //
 // A chunk is the work of four warps: 16 rows (above or below the middle) x 64 channels each; a lane owns two
-// channels and walks away from the middle, so the running sum starts at zero and is exact there. The four need
-// nothing of each other.
+// channels and walks away from the middle, so the running sum starts at zero and is exact there. When the four are
+// done, three of them compute A_qk, which needs nothing but their products.
 //
 // The writes need a proxy fence before wgmma reads them; it is the solve role's, on the path from here to there.
-// Rounding: gate, sum and exponentials in fp32; K1, Q1, K2 to bf16.
+// Rounding: gate, sum and exponentials in fp32; K1, Q1, K2 and A_qk to bf16.
 #pragma once
 
 #include "cuda/sm90/stream.h"
@@ -64,7 +64,7 @@ struct PrepareRole {
   SharedAddress base;
   int group;  // which of the prepare warpgroups
   int warp;   // in the warpgroup
-  int lane;
+  int lane;   // read again for every chunk: there are no registers to keep what follows from it
 
   FLASH_KDA_DEVICE int side() const { return warp >> 1; }  // 0: rows 0..15, 1: rows 16..31
   FLASH_KDA_DEVICE int channel_half() const { return warp & 1; }
@@ -186,17 +186,55 @@ struct PrepareRole {
                 exp2_approx(total[0]), exp2_approx(total[1]));
   }
 
+  // A_qk, lower triangle, times 2^96 as the products of the state that it is added to. Warp 0: rows 0..15; warps 1 and
+  // 2: rows 16..31, columns 0..15 and 16..31.
+  FLASH_KDA_DEVICE void query_scores(SharedAddress stage, int stage_index) const {
+    const int row_half = warp == 0 ? 0 : 1, column_half = warp == 2 ? 1 : 0;
+    const int r = lane & 7, g = lane >> 2, t = lane & 3;
+    SharedAddress left = stage + kTileQ + (row_half * kHalf + (lane & 15)) * kRowBytes + (((lane >> 4) ^ r) << 4);
+    SharedAddress right = stage + kTileG + (column_half * kHalf + ((lane >> 4) << 3) + r) * kRowBytes +
+                          ((((lane >> 3) & 1) ^ r) << 4);
+    float c[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+    FLASH_KDA_NO_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      FLASH_KDA_UNROLL
+      for (int step = 0; step < 4; ++step) {
+        std::uint32_t a[4], b[4];
+        load_matrix(left ^ (step << 5), a);
+        load_matrix(right ^ (step << 5), b);
+        mma_bf16(c[0], a, b[0], b[1]);
+        mma_bf16(c[1], a, b[2], b[3]);
+      }
+      left += kChannelHalfBytes;
+      right += kChannelHalfBytes;
+    }
+    // A row sees itself and earlier rows: on a diagonal block, columns up to its own.
+    const bool whole = row_half != column_half;
+    std::uint32_t packed[4];  // blocks (0, 0), (1, 0), (0, 1), (1, 1) of 8x8
+    FLASH_KDA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int row = 8 * (i & 1) + g, column = 8 * (i >> 1) + 2 * t;
+      const float x = c[i >> 1][2 * (i & 1)] * kBoost, y = c[i >> 1][2 * (i & 1) + 1] * kBoost;
+      packed[i] = pack_bf16(whole || column <= row ? x : 0.0f, whole || column + 1 <= row ? y : 0.0f);
+    }
+    const int unit = 4 * (stage_index & 1) + 2 * column_half + (lane >> 4);
+    store_matrix(base + Layout::kQueryScoreAt + (stage_index >> 1) * kTileBytes +
+                     (row_half * kHalf + (lane & 15)) * kRowBytes + ((unit ^ r) << 4),
+                 packed[0], packed[1], packed[2], packed[3]);
+  }
+
   FLASH_KDA_DEVICE void run() {
     BoundedGate gate = {};
     bool plain_gate = false;
     int open_head = -1, open_sequence = -1;
     StreamPosition at(group);
     FLASH_KDA_NO_UNROLL
-    for (;; at.advance(kPrepareGroups)) {
+    for (;; at.advance(Roles<kStateGroups>::kPrepareGroups)) {
       barrier_wait(base + Layout::kLoaded + 8 * at.stage, at.parity);
+      lane = lane_index();
       const ChunkDescriptor d = read_descriptor<Layout>(base, at.n);
       if (!d.stop() && d.rows() > 0) {
-        // Each group sees every second chunk, so the second chunk of an item may be the first that it sees.
+        // A group sees every second or third chunk: the first that it sees of an item may not be the item's first.
         if (d.head_block != open_head || d.sequence != open_sequence) {
           open_head = d.head_block;
           open_sequence = d.sequence;
@@ -211,10 +249,12 @@ struct PrepareRole {
         } else {
           write_products<false, RowKind::kMasked>(stage, gate, d.rows(), 0, at.table());
         }
+        sync_named(1 + group, kWarpgroup);
+        if (warp < 3) query_scores(stage, at.stage);
       }
       sync_warp();
       if (lane == 0) barrier_arrive(base + Layout::kPrepared + 8 * at.stage);
-      if (d.stop() && (d.rows_flags & 63) < kPrepareGroups) break;  // fewer end marks follow than groups
+      if (d.stop() && (d.rows_flags & 63) < Roles<kStateGroups>::kPrepareGroups) break;  // fewer end marks follow than groups
     }
   }
 };

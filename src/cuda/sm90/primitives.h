@@ -37,6 +37,12 @@ using TensorMap = CUtensorMap;
 
 // ---- threads ------------------------------------------------------------------------------------------------------
 FLASH_KDA_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+// This thread's lane, read anew: what is derived from it stays out of registers between two calls.
+FLASH_KDA_DEVICE int lane_index() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 FLASH_KDA_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
 FLASH_KDA_DEVICE int grid_size() { return static_cast<int>(gridDim.x); }
 FLASH_KDA_DEVICE void sync_block() { __syncthreads(); }

@@ -159,8 +159,8 @@ struct StateRole {
     const std::uint64_t keys_queries = matrix_descriptor(stage + kTileK, 16, kRowGroupBytes);
     const std::uint64_t key_rows = matrix_descriptor(stage + kTileG, kChannelHalfBytes, kRowGroupBytes);
     const std::uint64_t solution = matrix_descriptor(base + Layout::kSolutionAt + slot * kTileBytes, 16, kRowGroupBytes);
-    const std::uint64_t value_factor = matrix_descriptor(
-        base + Layout::kValueFactorAt + (slot >> 1) * kTileBytes + (slot & 1) * 64, 16, kRowGroupBytes);
+    const std::uint64_t query_scores = matrix_descriptor(
+        base + Layout::kQueryScoreAt + (at.stage >> 1) * kTileBytes + (at.stage & 1) * 64, 16, kRowGroupBytes);
 
     std::uint32_t s[32];
     FLASH_KDA_UNROLL
@@ -198,7 +198,7 @@ struct StateRole {
     wgmma_fence();
     // V X^T could start with the first product; its accumulators would be sixteen registers too many.
     FLASH_KDA_UNROLL
-    for (int k = 0; k < 2; ++k) wgmma_n32(y, operand + 4 * k, value_factor + k * 2, k > 0);
+    for (int k = 0; k < 2; ++k) wgmma_n32(y, operand + 4 * k, solution + 4 + k * 2, k > 0);
     FLASH_KDA_UNROLL
     for (int k = 0; k < 2; ++k) wgmma_n32(y, packed + 4 * k, solution + k * 2, true);
     wgmma_commit();
@@ -221,7 +221,7 @@ struct StateRole {
     }
     wgmma_commit();
     FLASH_KDA_UNROLL
-    for (int k = 0; k < 2; ++k) wgmma_n32(inner, operand + 4 * k, solution + 4 + k * 2, k > 0);
+    for (int k = 0; k < 2; ++k) wgmma_n32(inner, operand + 4 * k, query_scores + k * 2, k > 0);
     wgmma_commit();
     FLASH_KDA_UNROLL
     for (int j = 0; j < 4; ++j) scale[j] = load_f32x2(scales + Layout::kQueryScaleAt + 32 * j);

@@ -13,7 +13,7 @@
 //
 // Blocks live in accumulator layout: lane 4g + t holds elements (g, 2t) and (g, 2t + 1) of an 8x8 block. A product
 // takes its left operand so, and its right operand so when that is given transposed.
-// Rounding: N and X to tf32 between merges; X, M, A_qk to bf16.
+// Rounding: N and X to tf32 between merges; X and M to bf16.
 //
 // Rows of extreme norm: the prepare role works on raw rows. Where a squared norm turns out above kPlainSquaredNorm (or
 // not finite) the solver loads the chunk again, gives every row of k and q a power of two that brings its norm near 1,
@@ -55,15 +55,6 @@ struct SolveRole {
   SharedAddress base;
   int warp;  // 0 .. kSolverWarps - 1
   int lane;
-  SharedAddress lower_rows[3];  // see store_lower
-
-  FLASH_KDA_DEVICE SolveRole(const ForwardParams& p, const TensorMaps& m, SharedAddress shared, int which, int l)
-      : params(p), maps(m), base(shared), warp(which), lane(l) {
-    const int i = l >> 3;
-    lower_rows[0] = lower_row(l, (i + 1) >> 1, i == 2 ? 1 : 0);
-    lower_rows[1] = lower_row(l, i < 2 ? 2 : 3, i == 0 || i == 3 ? 1 : (i == 1 ? 2 : 0));
-    lower_rows[2] = lower_row(l, 3, (i & 1) != 0 ? 3 : 2);
-  }
 
   FLASH_KDA_DEVICE int g() const { return lane >> 2; }
   FLASH_KDA_DEVICE int t() const { return lane & 3; }
@@ -82,13 +73,12 @@ struct SolveRole {
     return params.beta_map == BetaMap::kDoubledSigmoid ? 2.0f * sigmoid : sigmoid;
   }
 
-  // The lower triangle of X1 K2^T in 16x16 blocks: (0,0), (1,0), (1,1), each as two accumulators of 8 columns.
-  // `left` is the offset of the left tile in the stage.
-  FLASH_KDA_DEVICE void score_blocks(SharedAddress stage, int left, float (&c)[3][2][4]) const {
+  // The lower triangle of K1 K2^T = -A_kk in 16x16 blocks: (0,0), (1,0), (1,1), each as two accumulators of 8 columns.
+  FLASH_KDA_DEVICE void score_blocks(SharedAddress stage, float (&c)[3][2][4]) const {
     FLASH_KDA_UNROLL
     for (int i = 0; i < 24; ++i) c[i / 8][i / 4 % 2][i % 4] = 0.0f;
     const int r = lane & 7;
-    SharedAddress left_at = stage + left + (lane & 15) * kRowBytes + (((lane >> 4) ^ r) << 4);
+    SharedAddress left_at = stage + kTileK + (lane & 15) * kRowBytes + (((lane >> 4) ^ r) << 4);
     SharedAddress right_at = stage + kTileG + (r + ((lane >> 4) << 3)) * kRowBytes + ((((lane >> 3) & 1) ^ r) << 4);
     FLASH_KDA_NO_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -116,12 +106,14 @@ struct SolveRole {
   // is this lane's pair of block (r, c). Lane 8i + j gives the address of row j of an instruction's i-th block.
   template <class Packed>
   FLASH_KDA_DEVICE void store_lower(SharedAddress tile, int unit, const Packed& packed) const {
-    store_matrix((tile + lower_rows[0]) ^ (16 * unit), packed(0, 0), packed(1, 0), packed(1, 1), packed(2, 0));
-    store_matrix((tile + lower_rows[1]) ^ (16 * unit), packed(2, 1), packed(2, 2), packed(3, 0), packed(3, 1));
-    store_matrix((tile + lower_rows[2]) ^ (16 * unit), packed(3, 2), packed(3, 3), packed(3, 2), packed(3, 3));
-  }
-  FLASH_KDA_DEVICE static SharedAddress lower_row(int lane, int block_row, int block_column) {
-    return (8 * block_row + (lane & 7)) * kRowBytes + ((block_column ^ (lane & 7)) << 4);
+    const int i = lane >> 3, j = lane & 7;
+    const auto row = [&](int block_row, int block_column) {
+      return tile + (8 * block_row + j) * kRowBytes + (((unit + block_column) ^ j) << 4);
+    };
+    store_matrix(row((i + 1) >> 1, i == 2 ? 1 : 0), packed(0, 0), packed(1, 0), packed(1, 1), packed(2, 0));
+    store_matrix(row(i < 2 ? 2 : 3, i == 0 || i == 3 ? 1 : (i == 1 ? 2 : 0)), packed(2, 1), packed(2, 2), packed(3, 0),
+                 packed(3, 1));
+    store_matrix(row(3, (i & 1) != 0 ? 3 : 2), packed(3, 2), packed(3, 3), packed(3, 2), packed(3, 3));
   }
 
   // Element pair (row block r, column block c) of the blocks of score_blocks.
@@ -130,20 +122,7 @@ struct SolveRole {
     return (r & 1) != 0 ? Block8{x[2], x[3]} : Block8{x[0], x[1]};
   }
 
-  FLASH_KDA_DEVICE void write_query_scores(SharedAddress stage, SharedAddress solution) const {
-    float c[3][2][4];
-    score_blocks(stage, kTileQ, c);
-    store_lower(solution, 4, [&](int r, int col) {
-      const Block8 b = score(c, r, col);
-      // Rows attend to themselves and to earlier rows; on the diagonal block, to columns up to their own.
-      // Times 2^96, as the products of the state that they are added to.
-      const bool diagonal = r == col;
-      return pack_bf16(!diagonal || 2 * t() <= g() ? b.x0 * kBoost : 0.0f,
-                       !diagonal || 2 * t() + 1 <= g() ? b.x1 * kBoost : 0.0f);
-    });
-  }
-
-  // N = -diag(w) A_kk in `n` -> X, both lower triangular in 8x8 blocks; index r (r + 1) / 2 + c.
+  // N in `n` -> X, both lower triangular in 8x8 blocks; index r (r + 1) / 2 + c.
   FLASH_KDA_DEVICE static constexpr int lower(int r, int c) { return r * (r + 1) / 2 + c; }
   FLASH_KDA_DEVICE void invert(Block8 (&n)[10]) const {
     Block8 x[4];  // inverses of the diagonal blocks, row by row: X[g] = e_g + sum_{m < g} N[g][m] X[m]
@@ -223,8 +202,7 @@ struct SolveRole {
   // X and M of a chunk from its scores, and the scale of its updates. `c`: -A_kk; `shifts`: powers of two of the rows
   // of k, or 0.
   FLASH_KDA_DEVICE void write_solution(const float (&c)[3][2][4], SharedAddress shifts, float beta,
-                                       SharedAddress solution, SharedAddress value_factor, int value_unit,
-                                       int table) const {
+                                       SharedAddress solution, int table) const {
     Block8 n[10];
     float rate[4];  // r of row 8i + g
     {
@@ -252,7 +230,7 @@ struct SolveRole {
       }
     }
     invert(n);
-    store_lower(value_factor, value_unit, [&](int r, int col) {
+    store_lower(solution, 4, [&](int r, int col) {
       const Block8& b = n[lower(r, col)];
       return pack_bf16(b.x0, b.x1);
     });
@@ -277,7 +255,7 @@ struct SolveRole {
       barrier_wait(base + Layout::kReleased + 8 * at.stage_before(kSolutionSlots), at.parity_before(kSolutionSlots));
     }
     float c[3][2][4];
-    score_blocks(stage, kTileK, c);
+    score_blocks(stage, c);
     bool extreme = !(write_query_scale(table, 1.0f) <= kPlainSquaredNorm);
     FLASH_KDA_UNROLL
     for (int i = 0; i < 4; ++i) {
@@ -289,11 +267,9 @@ struct SolveRole {
       shifts = base + Layout::kShiftAt + 2 * warp * kRowTableBytes;
       prepare_shifted(d, at, reload_parity);
       write_query_scale(table, load_f32(shifts + kRowTableBytes + lane * 4));
-      score_blocks(stage, kTileK, c);
+      score_blocks(stage, c);
     }
-    write_solution(c, shifts, beta, solution, base + Layout::kValueFactorAt + (slot >> 1) * kTileBytes,
-                   4 * (slot & 1), table);
-    write_query_scores(stage, solution);
+    write_solution(c, shifts, beta, solution, table);
   }
 
   // ---- rows of extreme norm ----
@@ -338,6 +314,9 @@ struct SolveRole {
       prepare.template write_products<false, RowKind::kShifted>(stage, gate, d.rows(), shifts, at.table());
     }
     sync_warp();
+    for (int part = 0; part < 3; ++part) {
+      PrepareRole<kStateGroups>{params, base, 0, part, lane}.query_scores(stage, at.stage);
+    }
   }
 
   // From the middle of the chunk before to the middle of this one, times 2^96.
@@ -360,6 +339,7 @@ struct SolveRole {
     FLASH_KDA_NO_UNROLL
     for (;; at.advance(kSolverWarps)) {
       barrier_wait(base + Layout::kPrepared + 8 * at.stage, at.parity);
+      lane = lane_index();
       const ChunkDescriptor d = read_descriptor<Layout>(base, at.n);
       const bool work = !d.stop() && d.rows() > 0;
       if (work) solve_chunk(d, at, reload_parity);

@@ -18,10 +18,9 @@ constexpr int kWarpgroup = 128;
 // ---- rings ---------------------------------------------------------------------------------------------------------
 constexpr int kStages = 6;        // chunks of q, k, g between the load and the last product that reads them
 constexpr int kTableSlots = 8;    // per-chunk tables and descriptors; a power of two above kStages
-constexpr int kSolutionSlots = 4; // chunks of M, X and A_qk
+constexpr int kSolutionSlots = 4; // chunks of M and X
 constexpr int kValueSlots = 4;    // chunks of V, which become O
 
-constexpr int kPrepareGroups = 2; // warpgroups of the prepare role; they take alternate chunks
 constexpr int kSolverWarps = 3;   // warps of the solve role; they take every third chunk
 constexpr int kStopChunks = 3;    // end marks in the stream: one for each solver warp
 
@@ -61,9 +60,9 @@ constexpr int kDescriptorBytes = 16;
 template <int kStateGroups>
 struct SharedLayout {
   static constexpr int kStageAt = 0;
-  static constexpr int kSolutionAt = kStageAt + kStages * kStageBytes;           // M (64 B of a row), A_qk (64 B)
-  static constexpr int kValueFactorAt = kSolutionAt + kSolutionSlots * kTileBytes; // X, two chunks a tile
-  static constexpr int kValueAt = kValueFactorAt + kSolutionSlots / 2 * kTileBytes;
+  static constexpr int kSolutionAt = kStageAt + kStages * kStageBytes;             // M, X: 64 B of a row each
+  static constexpr int kQueryScoreAt = kSolutionAt + kSolutionSlots * kTileBytes;  // A_qk by stage, two a tile
+  static constexpr int kValueAt = kQueryScoreAt + kStages / 2 * kTileBytes;
   static constexpr int kEnterAt = kValueAt + kStateGroups * kValueSlots * kTileBytes;  // decay start -> middle
   static constexpr int kLeaveAt = kEnterAt + kTableSlots * kFactorBytes;               // decay middle -> end
   static constexpr int kStepAt = kLeaveAt + kTableSlots * kFactorBytes;  // previous middle -> middle, times 2^96
@@ -75,8 +74,8 @@ struct SharedLayout {
 
   // Barriers, 8 bytes each.
   static constexpr int kLoaded = kBarrierAt;                  // q, k, g of a stage have arrived
-  static constexpr int kPrepared = kLoaded + 8 * kStages;     // K1, Q1, K2 and the tables are written
-  static constexpr int kSolved = kPrepared + 8 * kStages;     // M, X, A_qk, scales and the step factor are written
+  static constexpr int kPrepared = kLoaded + 8 * kStages;     // K1, Q1, K2, A_qk and the tables are written
+  static constexpr int kSolved = kPrepared + 8 * kStages;     // M, X, scales and the step factor are written
   static constexpr int kReleased = kSolved + 8 * kStages;     // the state role is done with the stage
   static constexpr int kValueLoaded = kReleased + 8 * kStages;                           // [group][slot]
   static constexpr int kOutputReady = kValueLoaded + 8 * kStateGroups * kValueSlots;     // [group][slot]
@@ -86,19 +85,21 @@ struct SharedLayout {
 };
 static_assert(SharedLayout<2>::kBytes <= 232448, "more shared memory than a block may have");
 
-// ---- roles: warpgroups in this order -----------------------------------------------------------------------------
+// ---- roles: warpgroups in this order: state, prepare, and one of three solver warps and the load warp --------------
 template <int kStateGroups>
 struct Roles {
+  static constexpr int kPrepareGroups = kStateGroups == 2 ? 2 : 3;  // they take chunks by turns
   static constexpr int kWarpgroups = kStateGroups + kPrepareGroups + 1;
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   // Registers a thread after the roles have parted. The pool is what the launch took: all threads times the most that
   // the register file of 64 K allows each, in steps of 8. Asking for more than the pool holds waits for ever.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kStateRegisters = kStateGroups == 2 ? 168 : 208;
-  static constexpr int kPrepareRegisters = kStateGroups == 2 ? 40 : 96;
-  static constexpr int kSolveRegisters = kStateGroups == 2 ? 64 : 112;
+  static constexpr int kPrepareRegisters = kStateGroups == 2 ? 40 : 56;
+  static constexpr int kSolveRegisters = kStateGroups == 2 ? 64 : 104;
   static_assert(kStateGroups * kStateRegisters + kPrepareGroups * kPrepareRegisters + kSolveRegisters <=
                 kWarpgroups * kLaunchRegisters);
+  static_assert(kPrepareGroups <= kStopChunks, "every group has to see an end mark");
 };
 
 }  // namespace flash_kda::sm90
