@@ -249,10 +249,6 @@ inline void mma_tf32(float (&c)[4], std::uint32_t a0, std::uint32_t a1, std::uin
                      std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
   emulation::mma_tf32(detail::block().scheduler, c, {a0, a1, a2, a3}, b0, b1);
 }
-inline void wgmma_n64(float (&d)[32], const std::uint32_t* a, std::uint64_t b, bool accumulate) {
-  detail::block().products.issue("wgmma_n64", d, 64, a, b, emulation::WarpgroupProducts::Major::kK,
-                                 accumulate);
-}
 inline void wgmma_n64(float (&d0)[16], float (&d1)[16], const std::uint32_t* a, std::uint64_t b,
                       bool accumulate) {
   // Two products of half the columns: the descriptor's address field moves on by four groups of 8
