@@ -2,10 +2,10 @@
 
     python benchmarks/host_cost.py [--json FILE]
 
-Each figure is the least of several rounds (interference only ever adds). "fwd" is the whole call
-with T = 1, H = 1, K = V = 16, all optional arrays given; "plan" is the same without running; the
-difference is the core's checks and the CPU backend's own start. "fwd_empty" has T = 0. For
-comparison: what twelve `__dlpack__` conversions cost.
+Each figure is the least of many rounds, each shorter than a slice of the scheduler (interference
+only ever adds). "fwd" is the whole call with T = 1, H = 1, K = V = 16, all optional arrays given;
+"plan" is the same without running; the difference is the core's checks and the CPU backend's own
+start. "fwd_empty" has T = 0. For comparison: what twelve `__dlpack__` conversions cost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ except ImportError:  # the NumPy part still runs
     torch = None  # type: ignore[assignment]
 
 
-def microseconds(call: Callable[[], object], number: int = 500, rounds: int = 60) -> float:
+def microseconds(call: Callable[[], object], number: int = 100, rounds: int = 300) -> float:
     """Least mean time of `number` calls over `rounds` rounds."""
     call()
     return min(timeit.repeat(call, number=number, repeat=rounds)) / number * 1e6
@@ -116,7 +116,7 @@ def main() -> None:
     if options.json:
         record = {
             "unit": "us",
-            "method": "least of 60 rounds of 500 calls, T 1 H 1 K V 16",
+            "method": "least of 300 rounds of 100 calls, T 1 H 1 K V 16",
             "python": platform.python_version(),
             "torch": None if torch is None else torch.__version__,
             "flash_kda": flash_kda.__version__,
