@@ -19,8 +19,9 @@ std::string architecture(const DeviceProperties& p) {
 void plan(const ForwardArgs& args, ForwardPlan& plan) {
   const DeviceProperties& p = device_properties(args.q.device.index);
   if (!p.is_sm90()) {
-    throw NotImplementedError("q is on " + to_string(args.q.device) + ", an " + architecture(p) +
-                              " device; the CUDA kernels of this build are for sm_90 (H100, H200, H20)");
+    throw NotImplementedError(
+        "q is on " + to_string(args.q.device) + ", an " + architecture(p) +
+        " device; the CUDA kernels of this build are for sm_90 (H100, H200, H20)");
   }
   sm90::plan(args, p.multiprocessors, plan);
 }
@@ -42,8 +43,9 @@ BackendInfo info() {
     try {
       const DeviceProperties& p = device_properties(i);
       result.available = result.available || p.is_sm90();
-      result.detail += (i > 0 ? "; " : "") + to_string(Device{DeviceType::kCuda, i}) + " " + architecture(p) + ", " +
-                       std::to_string(p.multiprocessors) + " multiprocessors" +
+      result.detail += (i > 0 ? "; " : "") + to_string(Device{DeviceType::kCuda, i}) + " " +
+                       architecture(p) + ", " + std::to_string(p.multiprocessors) +
+                       " multiprocessors" +
                        (p.is_sm90() ? "" : " (unsupported: the kernels are for sm_90)");
     } catch (const Error& error) {
       result.detail += std::string(i > 0 ? "; " : "") + error.what();

@@ -1,4 +1,5 @@
-// What the rest of the library may ask of the CUDA backend. In a build without CUDA, unavailable.cpp answers.
+// What the rest of the library may ask of the CUDA backend. In a build without CUDA,
+// unavailable.cpp answers.
 #pragma once
 
 #include "flash_kda/forward.h"
@@ -7,7 +8,8 @@
 namespace flash_kda::cuda {
 
 // Fills the CUDA part of `plan`, whose shapes are set and whose arguments passed validation.
-// Throws NotImplementedError for a legal call that the kernels, this build or this device do not serve.
+// Throws NotImplementedError for a legal call that the kernels, this build or this device do not
+// serve.
 void plan(const ForwardArgs& args, ForwardPlan& plan);
 
 // Queues the pass on `stream` (a cudaStream_t). Throws DeviceError.

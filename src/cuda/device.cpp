@@ -12,14 +12,18 @@ const DeviceProperties& device_properties(int device) {
   static std::array<DeviceProperties, kMaxDevices> known;  // written once each, never changed
   static std::array<std::once_flag, kMaxDevices> read;
   if (device < 0 || device >= kMaxDevices) {
-    throw DeviceError("CUDA device " + std::to_string(device) + " is outside 0.." + std::to_string(kMaxDevices - 1));
+    throw DeviceError("CUDA device " + std::to_string(device) + " is outside 0.." +
+                      std::to_string(kMaxDevices - 1));
   }
   const auto i = static_cast<std::size_t>(device);
   std::call_once(read[i], [&] {
     DeviceProperties p;
-    FLASH_KDA_CUDA_CHECK(cudaDeviceGetAttribute(&p.multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    FLASH_KDA_CUDA_CHECK(cudaDeviceGetAttribute(&p.major, cudaDevAttrComputeCapabilityMajor, device));
-    FLASH_KDA_CUDA_CHECK(cudaDeviceGetAttribute(&p.minor, cudaDevAttrComputeCapabilityMinor, device));
+    FLASH_KDA_CUDA_CHECK(
+        cudaDeviceGetAttribute(&p.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    FLASH_KDA_CUDA_CHECK(
+        cudaDeviceGetAttribute(&p.major, cudaDevAttrComputeCapabilityMajor, device));
+    FLASH_KDA_CUDA_CHECK(
+        cudaDeviceGetAttribute(&p.minor, cudaDevAttrComputeCapabilityMinor, device));
     known[i] = p;
   });
   return known[i];

@@ -1,10 +1,12 @@
-// Compares the CUDA backend with the CPU backend on small cases of every path, and times the headline cases.
-// No test framework, so that it runs as it is on a GPU machine and under compute-sanitizer.
+// Compares the CUDA backend with the CPU backend on small cases of every path, and times the
+// headline cases. No test framework, so that it runs as it is on a GPU machine and under
+// compute-sanitizer.
 //
 //   cuda_check              the comparisons; exit status 1 if one fails
 //   cuda_check small        the smallest of them only (for the sanitizers)
-//   cuda_check time [reps]  the six headline cases: median of CUDA-graph replays, L2 flushed before each
-//   cuda_check run KIND HEADS SPLIT [runs]  one of them, plainly launched (for a profiler); KIND fixed, mixed, uniform
+//   cuda_check time [reps]  the six headline cases: median of CUDA-graph replays, L2 flushed before
+//   each cuda_check run KIND HEADS SPLIT [runs]  one of them, plainly launched (for a profiler);
+//   KIND fixed, mixed, uniform
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -25,9 +27,9 @@
 
 namespace {
 
-using flash_kda::DType;
 using flash_kda::Device;
 using flash_kda::DeviceType;
+using flash_kda::DType;
 using flash_kda::ForwardArgs;
 using flash_kda::TensorView;
 
@@ -94,7 +96,9 @@ struct Array {
   ~Array() { cudaFree(device); }
   Array(const Array&) = delete;
   Array& operator=(const Array&) = delete;
-  void upload() const { FLASH_KDA_CUDA_CHECK(cudaMemcpy(device, host.data(), host.size(), cudaMemcpyHostToDevice)); }
+  void upload() const {
+    FLASH_KDA_CUDA_CHECK(cudaMemcpy(device, host.data(), host.size(), cudaMemcpyHostToDevice));
+  }
   std::vector<std::uint8_t> download() const {
     std::vector<std::uint8_t> x(host.size());
     FLASH_KDA_CUDA_CHECK(cudaMemcpy(x.data(), device, x.size(), cudaMemcpyDeviceToHost));
@@ -122,7 +126,10 @@ struct Problem {
         b(c.batch > 0 ? c.batch : 1),
         t(c.batch > 0 ? c.lengths[0] : total(c)),
         n(c.batch > 0 ? c.batch : static_cast<std::int64_t>(c.lengths.size())),
-        q(rows() * 2), k(rows() * 2), v(rows() * 2), g(rows() * 2),
+        q(rows() * 2),
+        k(rows() * 2),
+        v(rows() * 2),
+        g(rows() * 2),
         beta(bytes(b * t * c.heads, c.beta)),
         out(rows() * 2, 0xff),
         a_log(static_cast<std::size_t>(c.heads) * 4),
@@ -131,7 +138,8 @@ struct Problem {
         final(state_bytes(c.final), 0xff),
         cu((static_cast<std::size_t>(n) + 1) * 4) {
     fill();
-    for (const Array* a : {&q, &k, &v, &g, &beta, &out, &a_log, &bias, &initial, &final, &cu}) a->upload();
+    for (const Array* a : {&q, &k, &v, &g, &beta, &out, &a_log, &bias, &initial, &final, &cu})
+      a->upload();
   }
   std::size_t rows() const { return static_cast<std::size_t>(b * t * c.heads * kDim); }
   std::size_t state_bytes(DType d) const {
@@ -156,7 +164,8 @@ struct Problem {
           const auto at = static_cast<std::size_t>((i * c.heads + h) * kDim + d);
           const float own = normal();
           const float shared = common[static_cast<std::size_t>(h * kDim + d)];
-          pk[at] = to_bf16(c.key_scale * (c.parallel * shared + std::sqrt(1 - c.parallel * c.parallel) * own));
+          pk[at] = to_bf16(c.key_scale *
+                           (c.parallel * shared + std::sqrt(1 - c.parallel * c.parallel) * own));
           pq[at] = to_bf16(c.key_scale * normal());
           pv[at] = to_bf16(c.value_scale * normal());
           pg[at] = to_bf16(c.gate_mean + c.gate_spread * normal());
@@ -230,27 +239,32 @@ float element(const std::vector<std::uint8_t>& x, std::size_t i, DType d) {
   return from_bf16(y);
 }
 
-// Worst relative RMS error over (sequence, head). An untouched (NaN) or non-finite element counts as infinite.
+// Worst relative RMS error over (sequence, head). An untouched (NaN) or non-finite element counts
+// as infinite.
 struct Worst {
   double out = 0, state = 0;
 };
 double ratio(double error, double reference) {
   if (!(error >= 0)) return std::numeric_limits<double>::infinity();
-  return reference > 0 ? std::sqrt(error / reference) : (error > 0 ? std::numeric_limits<double>::infinity() : 0);
+  return reference > 0 ? std::sqrt(error / reference)
+                       : (error > 0 ? std::numeric_limits<double>::infinity() : 0);
 }
-Worst compare(const Problem& p, const std::vector<std::uint8_t>& out, const std::vector<std::uint8_t>& final,
-              const std::vector<std::uint8_t>& out_ref, const std::vector<std::uint8_t>& final_ref) {
+Worst compare(const Problem& p, const std::vector<std::uint8_t>& out,
+              const std::vector<std::uint8_t>& final, const std::vector<std::uint8_t>& out_ref,
+              const std::vector<std::uint8_t>& final_ref) {
   Worst worst;
   const std::int64_t heads = p.c.heads;
   for (std::int64_t s = 0; s < p.n; ++s) {
     const std::int64_t begin = p.c.batch > 0 ? s * p.t : p.offsets[static_cast<std::size_t>(s)];
-    const std::int64_t end = p.c.batch > 0 ? (s + 1) * p.t : p.offsets[static_cast<std::size_t>(s) + 1];
+    const std::int64_t end =
+        p.c.batch > 0 ? (s + 1) * p.t : p.offsets[static_cast<std::size_t>(s) + 1];
     for (std::int64_t h = 0; h < heads; ++h) {
       double e = 0, r = 0;
       for (std::int64_t i = begin; i < end; ++i) {
         for (std::int64_t d = 0; d < kDim; ++d) {
           const auto at = static_cast<std::size_t>((i * heads + h) * kDim + d);
-          const double want = element(out_ref, at, DType::kBFloat16), got = element(out, at, DType::kBFloat16);
+          const double want = element(out_ref, at, DType::kBFloat16),
+                       got = element(out, at, DType::kBFloat16);
           e += (got - want) * (got - want), r += want * want;
         }
       }
@@ -278,7 +292,8 @@ void run_gpu(Problem& p, cudaStream_t stream, void* workspace_override = nullptr
     FLASH_KDA_CUDA_CHECK(cudaMallocAsync(&workspace, plan.workspace_bytes, stream));
   }
   flash_kda::forward(args, plan, workspace, stream);
-  if (workspace_override == nullptr && workspace != nullptr) FLASH_KDA_CUDA_CHECK(cudaFreeAsync(workspace, stream));
+  if (workspace_override == nullptr && workspace != nullptr)
+    FLASH_KDA_CUDA_CHECK(cudaFreeAsync(workspace, stream));
 }
 
 bool check(const Case& c) {
@@ -301,14 +316,16 @@ bool check(const Case& c) {
   const Worst w = compare(p, out, final, out_ref, final_ref);
   const bool good = w.out <= c.out_bound && w.state <= c.state_bound && same && untouched;
   std::printf("%-34s out %.2e  state %.2e  repeat %s%s  %s\n", c.name.c_str(), w.out, w.state,
-              same ? "same bits" : "DIFFERENT", untouched ? "" : "  WROTE PAST THE END", good ? "ok" : "FAILED");
+              same ? "same bits" : "DIFFERENT", untouched ? "" : "  WROTE PAST THE END",
+              good ? "ok" : "FAILED");
   std::fflush(stdout);
   return good;
 }
 
 std::vector<Case> small_cases() {
   std::vector<Case> cases;
-  const auto add = [&](const char* name, std::vector<std::int64_t> lengths, std::int64_t batch, auto&& change) {
+  const auto add = [&](const char* name, std::vector<std::int64_t> lengths, std::int64_t batch,
+                       auto&& change) {
     Case c;
     c.name = name;
     c.lengths = std::move(lengths);
@@ -352,7 +369,8 @@ std::vector<Case> more_cases() {
   add("slow decay", 4096, [](Case& c) { c.gate_mean = -10, c.a_log = 0; });
   add("no decay", 2048, [](Case& c) { c.gate_mean = -100, c.beta_mean = -3; });
   add("lower bound 0", 2048, [](Case& c) { c.lower_bound = 0, c.beta_mean = -3; });
-  add("near-parallel keys", 2048, [](Case& c) { c.parallel = 0.95f, c.gate_mean = -6, c.beta_mean = 4; });
+  add("near-parallel keys", 2048,
+      [](Case& c) { c.parallel = 0.95f, c.gate_mean = -6, c.beta_mean = 4; });
   add("identical keys", 2048, [](Case& c) {
     c.parallel = 1, c.gate_mean = -12, c.gate_spread = 0, c.a_log = 0, c.bias = 0, c.beta_mean = 8;
     c.out_bound = 5e-2, c.state_bound = 8e-2;
@@ -361,9 +379,11 @@ std::vector<Case> more_cases() {
   add("small keys, gate saturated", 512, [](Case& c) { c.key_scale = 1e-3f, c.gate_mean = 20; });
   add("large keys, gate saturated", 512, [](Case& c) { c.key_scale = 1e4f, c.gate_mean = 20; });
   add("large values, gate saturated", 512, [](Case& c) { c.value_scale = 3e4f, c.gate_mean = 20; });
-  add("small values, gate saturated", 512, [](Case& c) { c.value_scale = 1e-3f, c.gate_mean = 20; });
+  add("small values, gate saturated", 512,
+      [](Case& c) { c.value_scale = 1e-3f, c.gate_mean = 20; });
   add("no l2norm", 512, [](Case& c) { c.l2norm = false, c.key_scale = 0.05f; });
-  add("fp32 beta, large A_log and bias", 512, [](Case& c) { c.beta = DType::kFloat32, c.a_log = 5, c.bias = 50; });
+  add("fp32 beta, large A_log and bias", 512,
+      [](Case& c) { c.beta = DType::kFloat32, c.a_log = 5, c.bias = 50; });
   add("packed, many", 0, [](Case& c) {
     c.batch = 0;
     c.lengths.clear();
@@ -374,7 +394,7 @@ std::vector<Case> more_cases() {
   return cases;
 }
 
-// ---- timing -------------------------------------------------------------------------------------------------------
+// ---- timing ------------------------------------------------------------------------------------
 
 double median_ms(const Case& c, int repeats) {
   Problem p(c);

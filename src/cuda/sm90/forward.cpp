@@ -19,7 +19,8 @@ namespace flash_kda::sm90 {
 namespace {
 
 [[noreturn]] void not_served(const std::string& what) {
-  throw NotImplementedError(what + " is not served by the CUDA kernels of this build (backend cuda-sm90); "
+  throw NotImplementedError(what +
+                            " is not served by the CUDA kernels of this build (backend cuda-sm90); "
                             "the CPU backend serves it");
 }
 
@@ -29,17 +30,21 @@ void require(bool served, const std::string& what) {
 
 void check_served(const ForwardArgs& args, const ForwardPlan& plan) {
   require(plan.key_dim == kKeyDim && plan.value_dim == kValueDim,
-          "head size K = " + std::to_string(plan.key_dim) + ", V = " + std::to_string(plan.value_dim) +
-              " (q, v; only 128, 128)");
-  require(plan.key_heads == plan.value_heads, "HV = " + std::to_string(plan.value_heads) + " value heads (v) for H = " +
-                                                  std::to_string(plan.key_heads) + " key heads");
-  require(args.gate == GateKind::kLowerBound, "a gate without lower_bound (gate kinds softplus and log_decay)");
-  for (const auto& [name, view] : {std::pair{"q", &args.q}, {"k", &args.k}, {"v", &args.v}, {"g", &args.g}}) {
-    require(view->dtype == DType::kBFloat16, std::string(name) + " of type " + flash_kda::name(view->dtype) +
-                                                 " (only bfloat16)");
+          "head size K = " + std::to_string(plan.key_dim) +
+              ", V = " + std::to_string(plan.value_dim) + " (q, v; only 128, 128)");
+  require(plan.key_heads == plan.value_heads,
+          "HV = " + std::to_string(plan.value_heads) +
+              " value heads (v) for H = " + std::to_string(plan.key_heads) + " key heads");
+  require(args.gate == GateKind::kLowerBound,
+          "a gate without lower_bound (gate kinds softplus and log_decay)");
+  for (const auto& [name, view] :
+       {std::pair{"q", &args.q}, {"k", &args.k}, {"v", &args.v}, {"g", &args.g}}) {
+    require(view->dtype == DType::kBFloat16,
+            std::string(name) + " of type " + flash_kda::name(view->dtype) + " (only bfloat16)");
   }
   require(args.beta.dtype == DType::kBFloat16 || args.beta.dtype == DType::kFloat32,
-          std::string("beta of type ") + flash_kda::name(args.beta.dtype) + " (only bfloat16 and float32)");
+          std::string("beta of type ") + flash_kda::name(args.beta.dtype) +
+              " (only bfloat16 and float32)");
   require(!args.initial_state_indices.defined(), "a pool of states (initial_state_indices)");
   require(!args.final_state_indices.defined(), "a pool of states (final_state_indices)");
   require(!args.checkpoint_states.defined(), "checkpoints (checkpoint_states)");
@@ -52,20 +57,28 @@ std::size_t align_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1
 
 bool pairs_allowed(const TensorView& state) {
   const std::int64_t pair = 2 * size_of(state.dtype);
-  bool allowed = reinterpret_cast<std::uintptr_t>(state.data) % static_cast<std::uintptr_t>(pair) == 0;
-  for (std::size_t axis = 0; axis < 3; ++axis) allowed = allowed && (state.shape[axis] == 1 || state.stride[axis] % 2 == 0);
+  bool allowed =
+      reinterpret_cast<std::uintptr_t>(state.data) % static_cast<std::uintptr_t>(pair) == 0;
+  for (std::size_t axis = 0; axis < 3; ++axis)
+    allowed = allowed && (state.shape[axis] == 1 || state.stride[axis] % 2 == 0);
   return allowed;
 }
 
 StateParams state_params(const TensorView& state) {
   if (!state.defined()) return {};
-  return {state.data,      state.stride[0], state.stride[1], state.stride[2], state.dtype == DType::kBFloat16,
+  return {state.data,
+          state.stride[0],
+          state.stride[1],
+          state.stride[2],
+          state.dtype == DType::kBFloat16,
           pairs_allowed(state)};
 }
 
 // Strides of the first three dimensions; that of a dimension of one element counts for nothing.
 RowParams row_params(const TensorView& view) {
-  const auto stride = [&](std::size_t axis) { return view.shape[axis] > 1 ? view.stride[axis] : 0; };
+  const auto stride = [&](std::size_t axis) {
+    return view.shape[axis] > 1 ? view.stride[axis] : 0;
+  };
   return {view.data, stride(0), stride(1), stride(2)};
 }
 
@@ -81,8 +94,8 @@ BetaMap beta_map(BetaKind kind) {
   return BetaMap::kIdentity;
 }
 
-// Blocks take items by turns as they get free, longest first, when there are more items than blocks and lengths
-// may differ.
+// Blocks take items by turns as they get free, longest first, when there are more items than blocks
+// and lengths may differ.
 bool balances(const ForwardPlan& plan) { return plan.varlen && plan.workspace_bytes > 0; }
 
 ForwardParams make_params(const ForwardArgs& args, const ForwardPlan& plan) {
@@ -94,7 +107,8 @@ ForwardParams make_params(const ForwardArgs& args, const ForwardPlan& plan) {
   if (args.A_log.defined()) p.a_log = static_cast<const float*>(args.A_log.data);
   if (args.dt_bias.defined()) {
     p.dt_bias = static_cast<const float*>(args.dt_bias.data);
-    p.dt_bias_head_stride = args.dt_bias.rank == 2 && plan.value_heads > 1 ? args.dt_bias.stride[0] : kKeyDim;
+    p.dt_bias_head_stride =
+        args.dt_bias.rank == 2 && plan.value_heads > 1 ? args.dt_bias.stride[0] : kKeyDim;
   }
   if (plan.varlen) {
     p.cu_seqlens = args.cu_seqlens.data;
@@ -106,7 +120,8 @@ ForwardParams make_params(const ForwardArgs& args, const ForwardPlan& plan) {
   p.tokens = static_cast<std::int32_t>(plan.tokens);
   p.items = plan.sequences * plan.value_heads * plan.value_split;
   p.lower_bound = static_cast<float>(args.lower_bound);
-  p.scale = static_cast<float>(args.scale.value_or(1.0 / std::sqrt(static_cast<double>(plan.key_dim))));
+  p.scale =
+      static_cast<float>(args.scale.value_or(1.0 / std::sqrt(static_cast<double>(plan.key_dim))));
   p.beta_map = beta_map(args.beta_kind);
   p.beta_fp32 = args.beta.dtype == DType::kFloat32;
   p.l2norm = args.l2norm;
@@ -118,8 +133,14 @@ void check_on_host(const ForwardArgs& args, const ForwardPlan& plan, cudaStream_
   std::vector<std::int64_t> host(static_cast<std::size_t>(plan.sequences) + 1);
   const auto width = static_cast<std::size_t>(size_of(device.dtype));
   TensorView copy = TensorView::dense(host.data(), device.dtype, {device.shape[0]});
-  FLASH_KDA_CUDA_CHECK(cudaMemcpy2DAsync(copy.data, width, device.data, width * device.stride[0], width, host.size(),
+  // Element by element: the stride may be anything, and this path is for debugging.
+  for (std::size_t i = 0; i < host.size(); ++i) {
+    const auto at =
+        static_cast<std::int64_t>(width) * device.stride[0] * static_cast<std::int64_t>(i);
+    FLASH_KDA_CUDA_CHECK(cudaMemcpyAsync(static_cast<char*>(copy.data) + width * i,
+                                         static_cast<const char*>(device.data) + at, width,
                                          cudaMemcpyDeviceToHost, stream));
+  }
   FLASH_KDA_CUDA_CHECK(cudaStreamSynchronize(stream));
   validate_cu_seqlens(copy, plan.tokens);
 }
@@ -149,16 +170,20 @@ void plan(const ForwardArgs& args, int multiprocessors, ForwardPlan& plan) {
   plan.grid = std::min<std::int64_t>(items, multiprocessors);
   plan.workspace_bytes = 0;
   if (plan.varlen && items > plan.grid) {
-    plan.workspace_bytes = align_up((static_cast<std::size_t>(plan.sequences) + 1) * sizeof(std::int32_t),
-                                    plan.workspace_alignment);
+    plan.workspace_bytes =
+        align_up((static_cast<std::size_t>(plan.sequences) + 1) * sizeof(std::int32_t),
+                 plan.workspace_alignment);
   }
-  plan.reason = std::to_string(heads) + " heads of work on " + std::to_string(multiprocessors) + " multiprocessors: " +
-                (split != 0 ? "value_split as asked"
-                            : (halves_fit ? "two blocks a head still fit at once" : "one block a head")) +
-                (plan.workspace_bytes > 0 ? "; blocks take sequences as they get free, longest first" : "");
+  plan.reason =
+      std::to_string(heads) + " heads of work on " + std::to_string(multiprocessors) +
+      " multiprocessors: " +
+      (split != 0 ? "value_split as asked"
+                  : (halves_fit ? "two blocks a head still fit at once" : "one block a head")) +
+      (plan.workspace_bytes > 0 ? "; blocks take sequences as they get free, longest first" : "");
 }
 
-void forward(const ForwardArgs& args, const ForwardPlan& plan, void* workspace, cudaStream_t stream) {
+void forward(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
+             cudaStream_t stream) {
   if (plan.options.check_cu_seqlens && plan.varlen) check_on_host(args, plan, stream);
   if (plan.tokens == 0 && !args.final_state.defined()) return;
   ForwardParams params = make_params(args, plan);

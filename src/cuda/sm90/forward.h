@@ -8,10 +8,12 @@
 namespace flash_kda::sm90 {
 
 // Fills the CUDA part of `plan` for a device with this many multiprocessors. Needs no GPU.
-// Throws NotImplementedError for what the kernels do not serve, ValueError for strides they cannot read.
+// Throws NotImplementedError for what the kernels do not serve, ValueError for strides they cannot
+// read.
 void plan(const ForwardArgs& args, int multiprocessors, ForwardPlan& plan);
 
 // Queues the pass on the current device. Throws DeviceError.
-void forward(const ForwardArgs& args, const ForwardPlan& plan, void* workspace, cudaStream_t stream);
+void forward(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
+             cudaStream_t stream);
 
 }  // namespace flash_kda::sm90

@@ -1,4 +1,5 @@
-// The __global__ function around forward_block, and its launch. Included by one file for each instantiation.
+// The __global__ function around forward_block, and its launch. Included by one file for each
+// instantiation.
 #pragma once
 
 #include "cuda/check.h"
@@ -9,17 +10,18 @@ namespace flash_kda::sm90 {
 
 template <int kStateGroups>
 __global__ void __launch_bounds__(Roles<kStateGroups>::kThreads, 1)
-    forward_kernel(const __grid_constant__ ForwardParams params, const __grid_constant__ TensorMaps maps) {
+    forward_kernel(const __grid_constant__ ForwardParams params,
+                   const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) std::uint8_t shared[];
   forward_block<kStateGroups>(params, maps, shared_address(shared));
 }
 
 template <int kStateGroups>
-void launch_forward_kernel(const ForwardParams& params, const TensorMaps& maps, int grid, bool after_kernel,
-                           cudaStream_t stream) {
+void launch_forward_kernel(const ForwardParams& params, const TensorMaps& maps, int grid,
+                           bool after_kernel, cudaStream_t stream) {
   constexpr int kBytes = SharedLayout<kStateGroups>::kBytes;
-  FLASH_KDA_CUDA_CHECK(
-      cudaFuncSetAttribute(forward_kernel<kStateGroups>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  FLASH_KDA_CUDA_CHECK(cudaFuncSetAttribute(forward_kernel<kStateGroups>,
+                                            cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   cudaLaunchAttribute overlap = {};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

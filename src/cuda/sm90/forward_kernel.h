@@ -1,18 +1,25 @@
-// The forward pass in one kernel. A block works through a stream of 32-token chunks (stream.h); five roles, each in
-// warps of its own, hand a chunk from one to the next through barriers in shared memory:
+// The forward pass in one kernel. A block works through a stream of 32-token chunks (stream.h);
+// four roles, each in warps of its own, hand a chunk from one to the next through barriers in
+// shared memory:
 //
-//   load      1 warp        q, k, g, V in; O out                                                     load.h
-//   prepare   2 or 3 wgs    gate, running decay, norms; K1, Q1, K2 in the places of k, q, g; A_qk    prepare.h
-//   solve     3 warps       A_kk, the triangular inverse; X, M                                       solve.h
-//   state     1 or 2 warpgroups, 64 V columns each: the recurrence                                   recurrence.h
+// | role    | warps          | work                                                | file         |
+// |---------|----------------|-----------------------------------------------------|--------------|
+// | load    | 1              | q, k, g, V in; O out                                | load.h       |
+// | prepare | 8 or 12        | gate, running decay, norms; K1, Q1, K2; A_qk        | prepare.h    |
+// | solve   | 3              | A_kk, the triangular inverse; X, M                  | solve.h      |
+// | state   | 4 or 8         | the recurrence; 64 V columns a warpgroup            | recurrence.h |
 //
-// kStateGroups = 2: a block computes all 128 V columns of a head. kStateGroups = 1: two blocks share a head, each
-// repeats the preparation; the same bits come out, since columns of V never meet.
+// kStateGroups = 2: a block computes all 128 V columns of a head. kStateGroups = 1: two blocks
+// share a head and each repeats the preparation; the same bits come out, since columns of V never
+// meet.
 //
-// Barriers of chunk n, stage n % 6:   loaded -> prepared -> solved -> released -> (loaded again by chunk n + 6)
-// and per value slot n % 4:           value loaded -> output ready -> (stored, then loaded again)
+// Barriers, per stage n % 6 of chunk n:
+//   loaded -> prepared -> solved -> released -> loaded again, by chunk n + 6
+// and per value slot n % 4:
+//   value loaded -> output ready -> stored, then loaded again
 //
-// Shared memory (two state groups), KiB: stages 144, M and X 16, A_qk 12, V and O 32, tables and barriers 19.
+// Shared memory with two state groups, KiB: stages 144, M and X 16, A_qk 12, V and O 32, tables and
+// barriers 19.
 #pragma once
 
 #include "cuda/sm90/load.h"
@@ -27,7 +34,8 @@ FLASH_KDA_DEVICE void initialize_shared(SharedAddress base, int thread) {
   using Layout = SharedLayout<kStateGroups>;
   using Blocks = Roles<kStateGroups>;
   // The blocks above the diagonal of M, X and A_qk stay zero from here on.
-  for (int at = Layout::kSolutionAt + 16 * thread; at < Layout::kValueAt; at += 16 * Blocks::kThreads) {
+  for (int at = Layout::kSolutionAt + 16 * thread; at < Layout::kValueAt;
+       at += 16 * Blocks::kThreads) {
     store_u32x4(base + at, uint4{0, 0, 0, 0});
   }
   if (thread == 0) {
@@ -48,9 +56,11 @@ FLASH_KDA_DEVICE void initialize_shared(SharedAddress base, int thread) {
   sync_block();
 }
 
-// The body of the kernel; `base` is the start of the block's shared memory, on a border of 1024 bytes.
+// The body of the kernel; `base` is the start of the block's shared memory, on a border of 1024
+// bytes.
 template <int kStateGroups>
-FLASH_KDA_DEVICE void forward_block(const ForwardParams& params, const TensorMaps& maps, SharedAddress base) {
+FLASH_KDA_DEVICE void forward_block(const ForwardParams& params, const TensorMaps& maps,
+                                    SharedAddress base) {
   using Blocks = Roles<kStateGroups>;
   const int thread = thread_index();
   initialize_shared<kStateGroups>(base, thread);

@@ -9,7 +9,7 @@
 namespace flash_kda::sm90 {
 
 template <int kStateGroups>
-void launch_forward_kernel(const ForwardParams& params, const TensorMaps& maps, int grid, bool after_kernel,
-                           cudaStream_t stream);
+void launch_forward_kernel(const ForwardParams& params, const TensorMaps& maps, int grid,
+                           bool after_kernel, cudaStream_t stream);
 
 }  // namespace flash_kda::sm90

@@ -4,8 +4,9 @@
 //   O of chunk n - 6         <- value slot (n - 6) % 4, written by the state role in V's place
 //   V of chunk n - 2         -> the same slot, once that store has read it
 //
-// The last, partial chunk of a sequence is loaded whole (rows past the end are masked by their readers; past the
-// array they read as zero) but stored row by row, so that nothing past the sequence is written.
+// The last, partial chunk of a sequence is loaded whole (rows past the end are masked by their
+// readers; past the array they read as zero) but stored row by row, so that nothing past the
+// sequence is written.
 #pragma once
 
 #include "cuda/sm90/stream.h"
@@ -15,8 +16,8 @@ namespace flash_kda::sm90 {
 constexpr int kValueLag = kStages - kValueSlots;  // V is loaded this many chunks after q, k, g
 
 // Six boxes of a chunk: g, k, q, by halves of channels.
-FLASH_KDA_DEVICE void load_chunk(const TensorMaps& maps, SharedAddress stage, SharedAddress barrier, int head, int token,
-                                 int batch) {
+FLASH_KDA_DEVICE void load_chunk(const TensorMaps& maps, SharedAddress stage, SharedAddress barrier,
+                                 int head, int token, int batch) {
   FLASH_KDA_UNROLL
   for (int half = 0; half < 2; ++half) {
     const SharedAddress to = stage + half * kChannelHalfBytes;
@@ -36,7 +37,9 @@ struct LoadRole {
   SharedAddress base;
   int lane;
 
-  FLASH_KDA_DEVICE int batch(const ChunkDescriptor& d) const { return params.cu_seqlens != nullptr ? 0 : d.sequence; }
+  FLASH_KDA_DEVICE int batch(const ChunkDescriptor& d) const {
+    return params.cu_seqlens != nullptr ? 0 : d.sequence;
+  }
   FLASH_KDA_DEVICE static int head(const ChunkDescriptor& d) { return d.head_block / kValueBlocks; }
   FLASH_KDA_DEVICE static int value_column(const ChunkDescriptor& d) {
     return d.head_block % kValueBlocks * (kStateGroups * kGroupValues);
@@ -44,7 +47,9 @@ struct LoadRole {
   FLASH_KDA_DEVICE SharedAddress value_tile(int group, int n) const {
     return base + Layout::kValueAt + (group * kValueSlots + (n & (kValueSlots - 1))) * kTileBytes;
   }
-  FLASH_KDA_DEVICE static int slot_barrier(int group, int n) { return 8 * (group * kValueSlots + (n & (kValueSlots - 1))); }
+  FLASH_KDA_DEVICE static int slot_barrier(int group, int n) {
+    return 8 * (group * kValueSlots + (n & (kValueSlots - 1)));
+  }
 
   FLASH_KDA_DEVICE void load_stage(const ChunkDescriptor& d, const StreamPosition& at) const {
     const SharedAddress barrier = base + Layout::kLoaded + 8 * at.stage;
@@ -53,7 +58,8 @@ struct LoadRole {
       return;
     }
     barrier_arrive_expect(barrier, kStageBytes);
-    load_chunk(maps, base + Layout::kStageAt + at.stage * kStageBytes, barrier, head(d), d.token, batch(d));
+    load_chunk(maps, base + Layout::kStageAt + at.stage * kStageBytes, barrier, head(d), d.token,
+               batch(d));
   }
 
   FLASH_KDA_DEVICE void load_values(const ChunkDescriptor& d, int n) const {
@@ -65,18 +71,19 @@ struct LoadRole {
         continue;
       }
       barrier_arrive_expect(barrier, kTileBytes);
-      tensor_load(value_tile(group, n), &maps.v, barrier, value_column(d) + group * kGroupValues, head(d), d.token,
-                  batch(d));
+      tensor_load(value_tile(group, n), &maps.v, barrier, value_column(d) + group * kGroupValues,
+                  head(d), d.token, batch(d));
     }
   }
 
   // O of a partial chunk: 8 lanes a row.
   FLASH_KDA_DEVICE void store_rows(const ChunkDescriptor& d, int group, int n) const {
     char* out = static_cast<char*>(params.out.data) +
-                2 * (batch(d) * params.out.batch_stride + head(d) * params.out.head_stride + value_column(d) +
-                     group * kGroupValues + 8 * (lane & 7));
+                2 * (batch(d) * params.out.batch_stride + head(d) * params.out.head_stride +
+                     value_column(d) + group * kGroupValues + 8 * (lane & 7));
     for (int row = lane >> 3; row < d.rows(); row += 4) {
-      const uint4 x = load_u32x4(value_tile(group, n) + row * kRowBytes + (((lane & 7) ^ (row & 7)) << 4));
+      const uint4 x =
+          load_u32x4(value_tile(group, n) + row * kRowBytes + (((lane & 7) ^ (row & 7)) << 4));
       *reinterpret_cast<uint4*>(out + 2 * (d.token + row) * params.out.token_stride) = x;
     }
     fence_async_proxy();  // the slot is about to be overwritten by the copy engine
@@ -86,12 +93,13 @@ struct LoadRole {
     FLASH_KDA_UNROLL
     for (int group = 0; group < kStateGroups; ++group) {
       barrier_wait(base + Layout::kOutputReady + slot_barrier(group, n), (n / kValueSlots) & 1);
-      fence_async_proxy();  // the state role's writes, before the copy engine reads them: here it holds up nobody
+      fence_async_proxy();  // the state role's writes, before the copy engine reads them: here it
+                            // holds up nobody
       if (d.partial()) {
         store_rows(d, group, n);
       } else if (lane == 0) {
-        tensor_store(value_tile(group, n), &maps.out, value_column(d) + group * kGroupValues, head(d), d.token,
-                     batch(d));
+        tensor_store(value_tile(group, n), &maps.out, value_column(d) + group * kGroupValues,
+                     head(d), d.token, batch(d));
       }
     }
     if (lane == 0) {
@@ -110,8 +118,10 @@ struct LoadRole {
     FLASH_KDA_NO_UNROLL
     for (; end < 0 || at.n < end + kStages; at.advance(1)) {
       const int n = at.n;
-      const int done = n - kStages;  // the state role has left this chunk behind once its stage is released
-      if (done >= 0 && (end < 0 || done < end)) barrier_wait(base + Layout::kReleased + 8 * at.stage, at.parity ^ 1);
+      const int done =
+          n - kStages;  // the state role has left this chunk behind once its stage is released
+      if (done >= 0 && (end < 0 || done < end))
+        barrier_wait(base + Layout::kReleased + 8 * at.stage, at.parity ^ 1);
       ChunkDescriptor finished = {}, incoming = {};
       const int value = n - kValueLag;
       if (done >= 0) finished = read_descriptor<Layout>(base, done);

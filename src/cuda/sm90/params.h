@@ -19,7 +19,8 @@ struct TensorMaps {
   TensorMap q, k, g, v, out;
 };
 
-// States of one array: element (slot, head, v, k) at slot * slot_stride + head * head_stride + v * row_stride + k.
+// States of one array: element (slot, head, v, k) at slot * slot_stride + head * head_stride + v *
+// row_stride + k.
 struct StateParams {
   void* data = nullptr;  // null: not given
   std::int64_t slot_stride = 0, head_stride = 0, row_stride = 0;

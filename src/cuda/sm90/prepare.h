@@ -1,32 +1,36 @@
 // Prepare role: from raw q, k, g to the operands of the products, in place.
 //
-// With x the running log decay of a channel inside the chunk and m its value at the chunk's middle (after row 15):
+// With x the running log decay of a channel inside the chunk and m its value at the chunk's middle
+// (after row 15):
 //
 //   K1 = -k exp(x - m)    Q1 = q exp(x - m)    K2 = k exp(m - x)        bf16, |x - m| <= 80 nats
 //
-// so that -K1 K2^T = A_kk, Q1 K2^T = A_qk, and S K1^T, S Q1^T, U K2 need no other factor once S is held relative to
-// the middle. The same tiles serve every product.
+// so that -K1 K2^T = A_kk, Q1 K2^T = A_qk, and S K1^T, S Q1^T, U K2 need no other factor once S is
+// held relative to the middle. The same tiles serve every product.
 //
-// A chunk is the work of four warps: 16 rows (above or below the middle) x 64 channels each; a lane owns two
-// channels and walks away from the middle, so the running sum starts at zero and is exact there. When the four are
-// done, three of them compute A_qk, which needs nothing but their products.
+// A chunk is the work of four warps: 16 rows (above or below the middle) x 64 channels each; a lane
+// owns two channels and walks away from the middle, so the running sum starts at zero and is exact
+// there. When the four are done, three of them compute A_qk, which needs nothing but their
+// products.
 //
-// The writes need a proxy fence before wgmma reads them; it is the solve role's, on the path from here to there.
-// Rounding: gate, sum and exponentials in fp32; K1, Q1, K2 and A_qk to bf16.
+// The writes need a proxy fence before wgmma reads them; it is the solve role's, on the path from
+// here to there. Rounding: gate, sum and exponentials in fp32; K1, Q1, K2 and A_qk to bf16.
 #pragma once
 
 #include "cuda/sm90/stream.h"
 
 namespace flash_kda::sm90 {
 
-// The gate of one head for a lane's two channels: log2 decay = lower_bound * log2(e) * sigmoid(a * (g + bias)).
+// The gate of one head for a lane's two channels: log2 decay = lower_bound * log2(e) * sigmoid(a *
+// (g + bias)).
 struct BoundedGate {
   float slope;          // -a log2(e)
   float inverse_bound;  // 1 / (lower_bound log2(e))
   float constant[2];    // plain: slope * bias; else bias itself
 
-  // Reads the parameters of a head. True ("plain") if slope * g + slope * bias is accurate: the second product is
-  // rounded before g joins, so where it is large and g cancels it, g + bias has to come first.
+  // Reads the parameters of a head. True ("plain") if slope * g + slope * bias is accurate: the
+  // second product is rounded before g joins, so where it is large and g cancels it, g + bias has
+  // to come first.
   FLASH_KDA_DEVICE bool open(const ForwardParams& p, int head, int channel, bool allow_plain) {
     const float a = p.a_log != nullptr ? expf(load_global(p.a_log + head)) : 1.0f;
     // A finite slope: a gate argument of exactly 0 must stay 0 however large A_log is. NaN passes.
@@ -35,7 +39,9 @@ struct BoundedGate {
     bool plain = allow_plain && fabsf(slope) < 1e6f;
     FLASH_KDA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      constant[i] = p.dt_bias != nullptr ? load_global(p.dt_bias + head * p.dt_bias_head_stride + channel + i) : 0.0f;
+      constant[i] = p.dt_bias != nullptr
+                        ? load_global(p.dt_bias + head * p.dt_bias_head_stride + channel + i)
+                        : 0.0f;
       plain = plain && fabsf(slope * constant[i]) < 1024.0f;
     }
     plain = !any_in_warp(!plain);
@@ -46,12 +52,15 @@ struct BoundedGate {
   // Log2 decay of channel i. The reciprocal carries the bound: 1 / (ib + ib e) = bound / (1 + e).
   template <bool kPlain>
   FLASH_KDA_DEVICE float log2_decay(float g, int i) const {
-    const float argument = kPlain ? fused_multiply_add(g, slope, constant[i]) : (g + constant[i]) * slope;
-    return reciprocal_approx(fused_multiply_add(exp2_approx(argument), inverse_bound, inverse_bound));
+    const float argument =
+        kPlain ? fused_multiply_add(g, slope, constant[i]) : (g + constant[i]) * slope;
+    return reciprocal_approx(
+        fused_multiply_add(exp2_approx(argument), inverse_bound, inverse_bound));
   }
 };
 
-// How a warp's rows are to be read: whole, or with rows past the end, or with rows scaled by powers of two.
+// How a warp's rows are to be read: whole, or with rows past the end, or with rows scaled by powers
+// of two.
 enum class RowKind { kPlain, kMasked, kShifted };
 
 template <int kStateGroups>
@@ -72,11 +81,14 @@ struct PrepareRole {
 
   // This half's share of the squared norms of this side's 16 rows of q: the diagonal of Q Q^T.
   FLASH_KDA_DEVICE void query_norms(SharedAddress stage, int table) const {
-    // Left operand: rows 0..7 | 8..15 of units u, then of u + 1. Right: units u, u + 1 of rows 0..7, then of 8..15.
+    // Left operand: rows 0..7 | 8..15 of units u, then of u + 1. Right: units u, u + 1 of rows
+    // 0..7, then of 8..15.
     const int r = lane & 7;
-    const SharedAddress rows = stage + channel_half() * kChannelHalfBytes + kTileQ + side() * kHalf * kRowBytes;
+    const SharedAddress rows =
+        stage + channel_half() * kChannelHalfBytes + kTileQ + side() * kHalf * kRowBytes;
     const SharedAddress left = rows + (lane & 15) * kRowBytes + (((lane >> 4) ^ r) << 4);
-    const SharedAddress right = rows + ((lane >> 4) * 8 + r) * kRowBytes + ((((lane >> 3) & 1) ^ r) << 4);
+    const SharedAddress right =
+        rows + ((lane >> 4) * 8 + r) * kRowBytes + ((((lane >> 3) & 1) ^ r) << 4);
     float low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
     FLASH_KDA_UNROLL
     for (int step = 0; step < 4; ++step) {
@@ -88,7 +100,8 @@ struct PrepareRole {
     }
     const int g = lane >> 2;
     if ((lane & 3) == (g >> 1)) {  // the lane that holds the diagonal elements of rows g and g + 8
-      const SharedAddress at = base + Layout::kQueryNormAt + (2 * table + channel_half()) * kRowTableBytes +
+      const SharedAddress at = base + Layout::kQueryNormAt +
+                               (2 * table + channel_half()) * kRowTableBytes +
                                (side() * kHalf + g) * 4;
       store_f32(at, (g & 1) != 0 ? low[1] : low[0]);
       store_f32(at + 32, (g & 1) != 0 ? high[3] : high[2]);
@@ -96,7 +109,8 @@ struct PrepareRole {
     sync_warp();  // every lane has read q before any lane writes Q1 over it
   }
 
-  // `block` counts away from the middle; the address of its row i (of rising rows) is row_address(..., i).
+  // `block` counts away from the middle; the address of its row i (of rising rows) is
+  // row_address(..., i).
   template <bool kUpper>
   FLASH_KDA_DEVICE static SharedAddress block_address(SharedAddress tile, int block) {
     const int first = kUpper ? kRowsAtOnce * block : kHalf - kRowsAtOnce * (block + 1);
@@ -105,17 +119,18 @@ struct PrepareRole {
   FLASH_KDA_DEVICE static SharedAddress row_address(SharedAddress block, int i) {
     return (block ^ static_cast<SharedAddress>(i << 4)) + i * kRowBytes;
   }
-  // The products of this warp's rows. kUpper: rows 16..31, downwards from the middle; else rows 15..0, upwards.
-  // kPlainGate: slope * g + offset is accurate. `shifts`: powers of two of the rows of k, then q (kShifted).
-  // Leaves the log2 decay of the side in `total`.
+  // The products of this warp's rows. kUpper: rows 16..31, downwards from the middle; else
+  // rows 15..0, upwards. kPlainGate: slope * g + offset is accurate. `shifts`: powers of two of the
+  // rows of k, then q (kShifted). Leaves the log2 decay of the side in `total`.
   template <bool kUpper, bool kPlainGate, RowKind kKind>
-  FLASH_KDA_DEVICE void products(SharedAddress tile, const BoundedGate& gate, int valid_rows, SharedAddress shifts,
-                                 float (&total)[2]) const {
+  FLASH_KDA_DEVICE void products(SharedAddress tile, const BoundedGate& gate, int valid_rows,
+                                 SharedAddress shifts, float (&total)[2]) const {
     float sum[2] = {0.0f, 0.0f};
     constexpr int kBlocks = kHalf / kRowsAtOnce;
     std::uint32_t g[kRowsAtOnce], k[kRowsAtOnce], q[kRowsAtOnce];
     FLASH_KDA_UNROLL
-    for (int i = 0; i < kRowsAtOnce; ++i) g[i] = load_u32(row_address(block_address<kUpper>(tile, 0), i) + kTileG);
+    for (int i = 0; i < kRowsAtOnce; ++i)
+      g[i] = load_u32(row_address(block_address<kUpper>(tile, 0), i) + kTileG);
     FLASH_KDA_NO_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       const SharedAddress here = block_address<kUpper>(tile, block);
@@ -139,7 +154,8 @@ struct PrepareRole {
       FLASH_KDA_UNROLL
       for (int step = 0; step < kRowsAtOnce; ++step) {
         const int i = kUpper ? step : kRowsAtOnce - 1 - step;
-        const int row = kUpper ? kHalf + kRowsAtOnce * block + i : kHalf - kRowsAtOnce * (block + 1) + i;
+        const int row =
+            kUpper ? kHalf + kRowsAtOnce * block + i : kHalf - kRowsAtOnce * (block + 1) + i;
         const bool valid = kKind == RowKind::kPlain || row < valid_rows;
         if (!valid) decay[i][0] = decay[i][1] = 0.0f;
         if (kUpper) {
@@ -155,7 +171,8 @@ struct PrepareRole {
         float k0 = bf16_low(k[i]), k1 = bf16_high(k[i]);
         float q0 = bf16_low(q[i]), q1 = bf16_high(q[i]);
         if (kKind == RowKind::kShifted) {
-          const float key_shift = load_f32(shifts + row * 4), query_shift = load_f32(shifts + kRowTableBytes + row * 4);
+          const float key_shift = load_f32(shifts + row * 4),
+                      query_shift = load_f32(shifts + kRowTableBytes + row * 4);
           k0 *= key_shift, k1 *= key_shift, q0 *= query_shift, q1 *= query_shift;
         }
         if (!valid) k0 = k1 = q0 = q1 = 0.0f;
@@ -173,26 +190,29 @@ struct PrepareRole {
   template <bool kPlainGate, RowKind kKind>
   FLASH_KDA_DEVICE void write_products(SharedAddress stage, const BoundedGate& gate, int valid_rows,
                                        SharedAddress shifts, int table) const {
-    const SharedAddress tile = stage + channel_half() * kChannelHalfBytes + side() * kHalf * kRowBytes +
-                               ((lane >> 2) << 4) + ((lane & 3) << 2);
+    const SharedAddress tile = stage + channel_half() * kChannelHalfBytes +
+                               side() * kHalf * kRowBytes + ((lane >> 2) << 4) + ((lane & 3) << 2);
     float total[2];
     if (side() != 0) {
       products<true, kPlainGate, kKind>(tile, gate, valid_rows, shifts, total);
     } else {
       products<false, kPlainGate, kKind>(tile, gate, valid_rows, shifts, total);
     }
-    const SharedAddress factors = base + (side() != 0 ? Layout::kLeaveAt : Layout::kEnterAt) + table * kFactorBytes;
+    const SharedAddress factors =
+        base + (side() != 0 ? Layout::kLeaveAt : Layout::kEnterAt) + table * kFactorBytes;
     store_f32x2(factors + (lane & 3) * kFactorPitchBytes + (8 * channel_half() + (lane >> 2)) * 8,
                 exp2_approx(total[0]), exp2_approx(total[1]));
   }
 
-  // A_qk, lower triangle, times 2^96 as the products of the state that it is added to. Warp 0: rows 0..15; warps 1 and
-  // 2: rows 16..31, columns 0..15 and 16..31.
+  // A_qk, lower triangle, times 2^96 as the products of the state that it is added to. Warp 0: rows
+  // 0..15; warps 1 and 2: rows 16..31, columns 0..15 and 16..31.
   FLASH_KDA_DEVICE void query_scores(SharedAddress stage, int stage_index) const {
     const int row_half = warp == 0 ? 0 : 1, column_half = warp == 2 ? 1 : 0;
     const int r = lane & 7, g = lane >> 2, t = lane & 3;
-    SharedAddress left = stage + kTileQ + (row_half * kHalf + (lane & 15)) * kRowBytes + (((lane >> 4) ^ r) << 4);
-    SharedAddress right = stage + kTileG + (column_half * kHalf + ((lane >> 4) << 3) + r) * kRowBytes +
+    SharedAddress left =
+        stage + kTileQ + (row_half * kHalf + (lane & 15)) * kRowBytes + (((lane >> 4) ^ r) << 4);
+    SharedAddress right = stage + kTileG +
+                          (column_half * kHalf + ((lane >> 4) << 3) + r) * kRowBytes +
                           ((((lane >> 3) & 1) ^ r) << 4);
     float c[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
     FLASH_KDA_NO_UNROLL
@@ -215,7 +235,8 @@ struct PrepareRole {
     for (int i = 0; i < 4; ++i) {
       const int row = 8 * (i & 1) + g, column = 8 * (i >> 1) + 2 * t;
       const float x = c[i >> 1][2 * (i & 1)] * kBoost, y = c[i >> 1][2 * (i & 1) + 1] * kBoost;
-      packed[i] = pack_bf16(whole || column <= row ? x : 0.0f, whole || column + 1 <= row ? y : 0.0f);
+      packed[i] =
+          pack_bf16(whole || column <= row ? x : 0.0f, whole || column + 1 <= row ? y : 0.0f);
     }
     const int unit = 4 * (stage_index & 1) + 2 * column_half + (lane >> 4);
     store_matrix(base + Layout::kQueryScoreAt + (stage_index >> 1) * kTileBytes +
@@ -234,7 +255,8 @@ struct PrepareRole {
       lane = lane_index();
       const ChunkDescriptor d = read_descriptor<Layout>(base, at.n);
       if (!d.stop() && d.rows() > 0) {
-        // A group sees every second or third chunk: the first that it sees of an item may not be the item's first.
+        // A group sees every second or third chunk: the first that it sees of an item may not be
+        // the item's first.
         if (d.head_block != open_head || d.sequence != open_sequence) {
           open_head = d.head_block;
           open_sequence = d.sequence;
@@ -254,7 +276,8 @@ struct PrepareRole {
       }
       sync_warp();
       if (lane == 0) barrier_arrive(base + Layout::kPrepared + 8 * at.stage);
-      if (d.stop() && (d.rows_flags & 63) < Roles<kStateGroups>::kPrepareGroups) break;  // fewer end marks follow than groups
+      if (d.stop() && (d.rows_flags & 63) < Roles<kStateGroups>::kPrepareGroups)
+        break;  // fewer end marks follow than groups
     }
   }
 };

@@ -1,5 +1,5 @@
-// State role: the recurrence over chunks. A warpgroup holds S^T-rows of 64 V columns: S [64, 128] fp32 in wgmma
-// accumulators, relative to the middle of the chunk before.
+// State role: the recurrence over chunks. A warpgroup holds S^T-rows of 64 V columns: S [64, 128]
+// fp32 in wgmma accumulators, relative to the middle of the chunk before.
 //
 //   S   <- S diag(step)                     step: decay from middle to middle, times 2^96
 //   [P | O] = S [K1; Q1]^T                  S rounded to bf16; K1 is negated, so P = -S K^T
@@ -9,8 +9,9 @@
 //   S   <- S + W K2
 //   O   <- (O + W A_qk^T) diag(query scale) A_qk carries 2^96, the scale takes it back
 //
-// At the end of a sequence S times the decay from the middle to the end is the final state. Rounding besides what is
-// named: O to bf16. All sums fp32. O takes V's place in shared memory and is written out by the load role.
+// At the end of a sequence S times the decay from the middle to the end is the final state.
+// Rounding besides what is named: O to bf16. All sums fp32. O takes V's place in shared memory and
+// is written out by the load role.
 #pragma once
 
 #include "cuda/sm90/stream.h"
@@ -30,7 +31,8 @@ struct StateRole {
   SharedAddress values_at_lane;   // see value_row
   SharedAddress factors_at_lane;  // this lane's part of the first table of factors
 
-  FLASH_KDA_DEVICE StateRole(const ForwardParams& p, SharedAddress shared, int which, int warp_in_group, int l)
+  FLASH_KDA_DEVICE StateRole(const ForwardParams& p, SharedAddress shared, int which,
+                             int warp_in_group, int l)
       : params(p),
         base(shared),
         group(which),
@@ -47,16 +49,19 @@ struct StateRole {
   FLASH_KDA_DEVICE SharedAddress slot_barrier(int kind, int n) const {
     return base + kind + 8 * (group * kValueSlots + (n & (kValueSlots - 1)));
   }
-  // ldmatrix / stmatrix row of this lane in a value tile: blocks (tokens 0..7 | 8..15) x (columns 0..7 | 8..15) of the
-  // warp's 16 columns; transposed, they are a wgmma A operand's registers.
+  // ldmatrix / stmatrix row of this lane in a value tile: blocks (tokens 0..7 | 8..15) x (columns
+  // 0..7 | 8..15) of the warp's 16 columns; transposed, they are a wgmma A operand's registers.
   FLASH_KDA_DEVICE SharedAddress value_row(int n) const {
     return values_at_lane + (n & (kValueSlots - 1)) * kTileBytes;
   }
 
-  // ---- states in global memory: this lane's rows g and g + 8 of the warp's 16, channels 8j + 2t and + 1 ----
+  // ---- states in global memory: this lane's rows g and g + 8 of the warp's 16, channels 8j + 2t
+  // and + 1 ----
   FLASH_KDA_DEVICE std::int64_t state_offset(const StateParams& s, const ChunkDescriptor& d) const {
-    const int row = d.head_block % kValueBlocks * (kStateGroups * kGroupValues) + group * kGroupValues + 16 * warp + g();
-    return d.sequence * s.slot_stride + d.head_block / kValueBlocks * s.head_stride + row * s.row_stride + 2 * t();
+    const int row = d.head_block % kValueBlocks * (kStateGroups * kGroupValues) +
+                    group * kGroupValues + 16 * warp + g();
+    return d.sequence * s.slot_stride + d.head_block / kValueBlocks * s.head_stride +
+           row * s.row_stride + 2 * t();
   }
 
   FLASH_KDA_DEVICE void load_state(const ChunkDescriptor& d, float (&state)[64]) const {
@@ -86,7 +91,8 @@ struct StateRole {
   }
 
   // `rounded`: the values are bf16 already (an untouched state passes bit for bit).
-  FLASH_KDA_DEVICE void store_state(const ChunkDescriptor& d, const float (&state)[64], bool rounded) const {
+  FLASH_KDA_DEVICE void store_state(const ChunkDescriptor& d, const float (&state)[64],
+                                    bool rounded) const {
     const StateParams& s = params.final_state;
     if (s.data == nullptr) return;
     const std::int64_t at = state_offset(s, d);
@@ -96,7 +102,8 @@ struct StateRole {
       const float x = state[2 * i], y = state[2 * i + 1];
       if (s.bf16) {
         std::uint16_t* p = static_cast<std::uint16_t*>(s.data) + to;
-        const std::uint32_t pair = rounded ? bits(x) >> 16 | (bits(y) & 0xffff0000u) : pack_bf16(x, y);
+        const std::uint32_t pair =
+            rounded ? bits(x) >> 16 | (bits(y) & 0xffff0000u) : pack_bf16(x, y);
         if (s.pairs) {
           *reinterpret_cast<std::uint32_t*>(p) = pair;
         } else {
@@ -115,7 +122,8 @@ struct StateRole {
     }
   }
 
-  // The factor of this lane's channels 8j + 2t, 8j + 2t + 1 and the next j's, from a per-channel table.
+  // The factor of this lane's channels 8j + 2t, 8j + 2t + 1 and the next j's, from a per-channel
+  // table.
   FLASH_KDA_DEVICE float4 factors(int table_at, int table, int pair) const {
     return load_f32x4(factors_at_lane + table * kFactorBytes + table_at + 16 * pair);
   }
@@ -144,23 +152,28 @@ struct StateRole {
     }
     if (rows == kChunk) return;
     FLASH_KDA_UNROLL
-    for (int i = 0; i < 8; ++i) {  // tokens 16 (i / 4) + 8 (i / 2 % 2) + 2t and + 1; rows past the end are not ours
+    for (int i = 0; i < 8;
+         ++i) {  // tokens 16 (i / 4) + 8 (i / 2 % 2) + 2t and + 1; rows past the end are not ours
       const int token = 16 * (i >> 2) + 8 * ((i >> 1) & 1) + 2 * t();
       if (token >= rows) v[i] &= 0xffff0000u;
       if (token + 1 >= rows) v[i] &= 0x0000ffffu;
     }
   }
 
-  // One chunk: S moves on, `output` receives the packed O of this chunk after `pending` was handed over.
-  FLASH_KDA_DEVICE void chunk(float (&state)[64], std::uint32_t (&output)[8], bool pending, int rows,
-                              const StreamPosition& at) const {
+  // One chunk: S moves on, `output` receives the packed O of this chunk after `pending` was handed
+  // over.
+  FLASH_KDA_DEVICE void chunk(float (&state)[64], std::uint32_t (&output)[8], bool pending,
+                              int rows, const StreamPosition& at) const {
     const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
     const int slot = at.n & (kSolutionSlots - 1);
     const std::uint64_t keys_queries = matrix_descriptor(stage + kTileK, 16, kRowGroupBytes);
-    const std::uint64_t key_rows = matrix_descriptor(stage + kTileG, kChannelHalfBytes, kRowGroupBytes);
-    const std::uint64_t solution = matrix_descriptor(base + Layout::kSolutionAt + slot * kTileBytes, 16, kRowGroupBytes);
+    const std::uint64_t key_rows =
+        matrix_descriptor(stage + kTileG, kChannelHalfBytes, kRowGroupBytes);
+    const std::uint64_t solution =
+        matrix_descriptor(base + Layout::kSolutionAt + slot * kTileBytes, 16, kRowGroupBytes);
     const std::uint64_t query_scores = matrix_descriptor(
-        base + Layout::kQueryScoreAt + (at.stage >> 1) * kTileBytes + (at.stage & 1) * 64, 16, kRowGroupBytes);
+        base + Layout::kQueryScoreAt + (at.stage >> 1) * kTileBytes + (at.stage & 1) * 64, 16,
+        kRowGroupBytes);
 
     std::uint32_t s[32];
     FLASH_KDA_UNROLL
@@ -176,13 +189,15 @@ struct StateRole {
     wgmma_fence();
     FLASH_KDA_UNROLL
     for (int k = 0; k < 8; ++k) {
-      wgmma_n64(p, o, s + 4 * k, keys_queries + (k >> 2) * (kChannelHalfBytes >> 4) + (k & 3) * 2, k > 0);
+      wgmma_n64(p, o, s + 4 * k, keys_queries + (k >> 2) * (kChannelHalfBytes >> 4) + (k & 3) * 2,
+                k > 0);
     }
     wgmma_commit();
     if (pending) hand_over_output(output, at.n - 1);
     FLASH_KDA_UNROLL
     for (float& x : state) x *= kUnboost;
-    wgmma_touch(state);  // here, in the product's shadow, not where the compiler would rather have it
+    wgmma_touch(
+        state);  // here, in the product's shadow, not where the compiler would rather have it
     barrier_wait(slot_barrier(Layout::kValueLoaded, at.n), (at.n / kValueSlots) & 1);
     std::uint32_t operand[8];
     load_values(at.n, rows, operand);
@@ -196,7 +211,8 @@ struct StateRole {
     float y[16];
     wgmma_touch(y);
     wgmma_fence();
-    // V X^T could start with the first product; its accumulators would be sixteen registers too many.
+    // V X^T could start with the first product; its accumulators would be sixteen registers too
+    // many.
     FLASH_KDA_UNROLL
     for (int k = 0; k < 2; ++k) wgmma_n32(y, operand + 4 * k, solution + 4 + k * 2, k > 0);
     FLASH_KDA_UNROLL
@@ -211,7 +227,8 @@ struct StateRole {
     for (int i = 0; i < 8; ++i) {
       operand[i] = pack_bf16(y[2 * i] * scale[i >> 1].x, y[2 * i + 1] * scale[i >> 1].y);
     }
-    float inner[16];  // W A_qk^T; added to o later: o lives in the upper half of a product's accumulators
+    float inner[16];  // W A_qk^T; added to o later: o lives in the upper half of a product's
+                      // accumulators
     wgmma_touch(state);
     wgmma_touch(inner);
     wgmma_fence();
@@ -230,7 +247,8 @@ struct StateRole {
     wgmma_touch(inner);
     FLASH_KDA_UNROLL
     for (int i = 0; i < 8; ++i) {
-      output[i] = pack_bf16((o[2 * i] + inner[2 * i]) * scale[i >> 1].x, (o[2 * i + 1] + inner[2 * i + 1]) * scale[i >> 1].y);
+      output[i] = pack_bf16((o[2 * i] + inner[2 * i]) * scale[i >> 1].x,
+                            (o[2 * i + 1] + inner[2 * i + 1]) * scale[i >> 1].y);
     }
   }
 
@@ -240,7 +258,8 @@ struct StateRole {
       return;
     }
     FLASH_KDA_UNROLL
-    for (int pair = 0; pair < 8; ++pair) scale_pair(state + 8 * pair, factors(Layout::kLeaveAt, table, pair));
+    for (int pair = 0; pair < 8; ++pair)
+      scale_pair(state + 8 * pair, factors(Layout::kLeaveAt, table, pair));
     FLASH_KDA_UNROLL
     for (float& x : state) x *= kValueUnscale;
     store_state(d, state, false);

@@ -1,23 +1,26 @@
 // Solve role: the triangular system of a chunk. One warp a chunk, three chunks in flight.
 //
-// With raw keys in A (A_kk[i][j] = sum_c k_i k_j exp(x_i - x_j), j < i), r_i = 1 / sqrt(|k_i|^2 + eps), b_i the writing
-// strength and W_i = u_i r_i the update that goes with the raw key, the delta rule of a chunk is, for Y_i = W_i / (b_i r_i),
+// With raw keys in A (A_kk[i][j] = sum_c k_i k_j exp(x_i - x_j), j < i), r_i = 1 / sqrt(|k_i|^2 +
+// eps), b_i the writing strength and W_i = u_i r_i the update that goes with the raw key, the delta
+// rule of a chunk is, for Y_i = W_i / (b_i r_i),
 //
 //   (I + diag(r) A_kk diag(b r)) Y = V - diag(r) (S K^T)^T    =>    Y = X V + M (-S K1^T)^T
 //   X = (I + diag(r) A_kk diag(b r))^-1        M = X diag(r)        W = diag(b r) Y
 //
-// X has a unit diagonal, so that a token's own value passes without rounding; b r is applied in fp32. |k_i|^2 is the
-// diagonal of A_kk. X by fp32 substitution in 8x8 blocks, merged 8 -> 16 -> 32 by tf32 products with fp32 sums: with
-// N = -diag(r) A_kk diag(b r) (strictly lower) and X = I + N X, the block below the diagonal is X11 N10 X00.
-// No power series anywhere: nearly parallel keys make N large, and the inverse is benign all the same.
+// X has a unit diagonal, so that a token's own value passes without rounding; b r is applied in
+// fp32. |k_i|^2 is the diagonal of A_kk. X by fp32 substitution in 8x8 blocks, merged 8 -> 16 -> 32
+// by tf32 products with fp32 sums: with N = -diag(r) A_kk diag(b r) (strictly lower) and X = I + N
+// X, the block below the diagonal is X11 N10 X00. No power series anywhere: nearly parallel keys
+// make N large, and the inverse is benign all the same.
 //
-// Blocks live in accumulator layout: lane 4g + t holds elements (g, 2t) and (g, 2t + 1) of an 8x8 block. A product
-// takes its left operand so, and its right operand so when that is given transposed.
-// Rounding: N and X to tf32 between merges; X and M to bf16.
+// Blocks live in accumulator layout: lane 4g + t holds elements (g, 2t) and (g, 2t + 1) of an 8x8
+// block. A product takes its left operand so, and its right operand so when that is given
+// transposed. Rounding: N and X to tf32 between merges; X and M to bf16.
 //
-// Rows of extreme norm: the prepare role works on raw rows. Where a squared norm turns out above kPlainSquaredNorm (or
-// not finite) the solver loads the chunk again, gives every row of k and q a power of two that brings its norm near 1,
-// prepares the chunk itself, and takes the powers out of r and of the output scale. Rare, slow, exact.
+// Rows of extreme norm: the prepare role works on raw rows. Where a squared norm turns out above
+// kPlainSquaredNorm (or not finite) the solver loads the chunk again, gives every row of k and q a
+// power of two that brings its norm near 1, prepares the chunk itself, and takes the powers out of
+// r and of the output scale. Rare, slow, exact.
 #pragma once
 
 #include "cuda/sm90/load.h"
@@ -41,8 +44,8 @@ FLASH_KDA_DEVICE Block8 transposed(const Block8& b, int lane) {
 // c += [upper left; lower left] right: two stacked 8x8 blocks times one, whose transpose is given.
 FLASH_KDA_DEVICE void multiply_add(float (&c)[4], const Block8& upper, const Block8& lower,
                                    const Block8& right_transposed) {
-  mma_tf32(c, round_tf32(upper.x0), round_tf32(lower.x0), round_tf32(upper.x1), round_tf32(lower.x1),
-           round_tf32(right_transposed.x0), round_tf32(right_transposed.x1));
+  mma_tf32(c, round_tf32(upper.x0), round_tf32(lower.x0), round_tf32(upper.x1),
+           round_tf32(lower.x1), round_tf32(right_transposed.x0), round_tf32(right_transposed.x1));
 }
 
 template <int kStateGroups>
@@ -63,23 +66,27 @@ struct SolveRole {
   FLASH_KDA_DEVICE float strength(const ChunkDescriptor& d) const {
     if (lane >= d.rows()) return 0.0f;
     const int batch = params.cu_seqlens != nullptr ? 0 : d.sequence;
-    const std::int64_t at = batch * params.beta.batch_stride + (d.token + lane) * params.beta.token_stride +
+    const std::int64_t at = batch * params.beta.batch_stride +
+                            (d.token + lane) * params.beta.token_stride +
                             d.head_block / kValueBlocks * params.beta.head_stride;
-    const float x = params.beta_fp32
-                        ? load_global(static_cast<const float*>(params.beta.data) + at)
-                        : bf16_low(load_global(static_cast<const std::uint16_t*>(params.beta.data) + at));
+    const float x =
+        params.beta_fp32
+            ? load_global(static_cast<const float*>(params.beta.data) + at)
+            : bf16_low(load_global(static_cast<const std::uint16_t*>(params.beta.data) + at));
     if (params.beta_map == BetaMap::kIdentity) return x;
     const float sigmoid = reciprocal_approx(1.0f + exp2_approx(-kLog2e * x));
     return params.beta_map == BetaMap::kDoubledSigmoid ? 2.0f * sigmoid : sigmoid;
   }
 
-  // The lower triangle of K1 K2^T = -A_kk in 16x16 blocks: (0,0), (1,0), (1,1), each as two accumulators of 8 columns.
+  // The lower triangle of K1 K2^T = -A_kk in 16x16 blocks: (0,0), (1,0), (1,1), each as two
+  // accumulators of 8 columns.
   FLASH_KDA_DEVICE void score_blocks(SharedAddress stage, float (&c)[3][2][4]) const {
     FLASH_KDA_UNROLL
     for (int i = 0; i < 24; ++i) c[i / 8][i / 4 % 2][i % 4] = 0.0f;
     const int r = lane & 7;
     SharedAddress left_at = stage + kTileK + (lane & 15) * kRowBytes + (((lane >> 4) ^ r) << 4);
-    SharedAddress right_at = stage + kTileG + (r + ((lane >> 4) << 3)) * kRowBytes + ((((lane >> 3) & 1) ^ r) << 4);
+    SharedAddress right_at =
+        stage + kTileG + (r + ((lane >> 4) << 3)) * kRowBytes + ((((lane >> 3) & 1) ^ r) << 4);
     FLASH_KDA_NO_UNROLL
     for (int half = 0; half < 2; ++half) {
       FLASH_KDA_UNROLL
@@ -102,32 +109,37 @@ struct SolveRole {
     }
   }
 
-  // Writes the ten blocks of a lower triangle with three stmatrix; those above it were zeroed once and stay. packed(r, c)
-  // is this lane's pair of block (r, c). Lane 8i + j gives the address of row j of an instruction's i-th block.
+  // Writes the ten blocks of a lower triangle with three stmatrix; those above it were zeroed once
+  // and stay. packed(r, c) is this lane's pair of block (r, c). Lane 8i + j gives the address of
+  // row j of an instruction's i-th block.
   template <class Packed>
   FLASH_KDA_DEVICE void store_lower(SharedAddress tile, int unit, const Packed& packed) const {
     const int i = lane >> 3, j = lane & 7;
     const auto row = [&](int block_row, int block_column) {
       return tile + (8 * block_row + j) * kRowBytes + (((unit + block_column) ^ j) << 4);
     };
-    store_matrix(row((i + 1) >> 1, i == 2 ? 1 : 0), packed(0, 0), packed(1, 0), packed(1, 1), packed(2, 0));
-    store_matrix(row(i < 2 ? 2 : 3, i == 0 || i == 3 ? 1 : (i == 1 ? 2 : 0)), packed(2, 1), packed(2, 2), packed(3, 0),
-                 packed(3, 1));
-    store_matrix(row(3, (i & 1) != 0 ? 3 : 2), packed(3, 2), packed(3, 3), packed(3, 2), packed(3, 3));
+    store_matrix(row((i + 1) >> 1, i == 2 ? 1 : 0), packed(0, 0), packed(1, 0), packed(1, 1),
+                 packed(2, 0));
+    store_matrix(row(i < 2 ? 2 : 3, i == 0 || i == 3 ? 1 : (i == 1 ? 2 : 0)), packed(2, 1),
+                 packed(2, 2), packed(3, 0), packed(3, 1));
+    store_matrix(row(3, (i & 1) != 0 ? 3 : 2), packed(3, 2), packed(3, 3), packed(3, 2),
+                 packed(3, 3));
   }
 
   // Element pair (row block r, column block c) of the blocks of score_blocks.
   FLASH_KDA_DEVICE static Block8 score(const float (&c)[3][2][4], int r, int col) {
-    const float(&x)[4] = c[r < 2 ? 0 : (col < 2 ? 1 : 2)][col & 1];
+    const float (&x)[4] = c[r < 2 ? 0 : (col < 2 ? 1 : 2)][col & 1];
     return (r & 1) != 0 ? Block8{x[2], x[3]} : Block8{x[0], x[1]};
   }
 
   // N in `n` -> X, both lower triangular in 8x8 blocks; index r (r + 1) / 2 + c.
   FLASH_KDA_DEVICE static constexpr int lower(int r, int c) { return r * (r + 1) / 2 + c; }
   FLASH_KDA_DEVICE void invert(Block8 (&n)[10]) const {
-    Block8 x[4];  // inverses of the diagonal blocks, row by row: X[g] = e_g + sum_{m < g} N[g][m] X[m]
+    Block8
+        x[4];  // inverses of the diagonal blocks, row by row: X[g] = e_g + sum_{m < g} N[g][m] X[m]
     FLASH_KDA_UNROLL
-    for (int b = 0; b < 4; ++b) x[b] = {2 * t() == g() ? 1.0f : 0.0f, 2 * t() + 1 == g() ? 1.0f : 0.0f};
+    for (int b = 0; b < 4; ++b)
+      x[b] = {2 * t() == g() ? 1.0f : 0.0f, 2 * t() + 1 == g() ? 1.0f : 0.0f};
     FLASH_KDA_UNROLL
     for (int m = 0; m < 7; ++m) {
       FLASH_KDA_UNROLL
@@ -193,14 +205,15 @@ struct SolveRole {
     const SharedAddress norms = base + Layout::kQueryNormAt + 2 * table * kRowTableBytes + lane * 4;
     const float norm = load_f32(norms) + load_f32(norms + kRowTableBytes);
     // The norm is of the raw row, the product of the shifted one.
-    const float scale = (params.l2norm ? rsqrt_approx(norm + kNormEpsilon) : 1.0f) * reciprocal_approx(shift);
+    const float scale =
+        (params.l2norm ? rsqrt_approx(norm + kNormEpsilon) : 1.0f) * reciprocal_approx(shift);
     store_f32(base + Layout::kQueryScaleAt + table * kRowTableBytes + lane * 4,
               scale * (params.scale * (kValueUnscale * kUnboost)));
     return norm;
   }
 
-  // X and M of a chunk from its scores, and the scale of its updates. `c`: -A_kk; `shifts`: powers of two of the rows
-  // of k, or 0.
+  // X and M of a chunk from its scores, and the scale of its updates. `c`: -A_kk; `shifts`: powers
+  // of two of the rows of k, or 0.
   FLASH_KDA_DEVICE void write_solution(const float (&c)[3][2][4], SharedAddress shifts, float beta,
                                        SharedAddress solution, int table) const {
     Block8 n[10];
@@ -210,10 +223,12 @@ struct SolveRole {
       FLASH_KDA_UNROLL
       for (int i = 0; i < 4; ++i) {
         const float shift = shifts != 0 ? load_f32(shifts + (8 * i + g()) * 4) : 1.0f;
-        rate[i] = params.l2norm ? rsqrt_approx(key_norm(c, i) + kNormEpsilon * shift * shift) : reciprocal_approx(shift);
+        rate[i] = params.l2norm ? rsqrt_approx(key_norm(c, i) + kNormEpsilon * shift * shift)
+                                : reciprocal_approx(shift);
         const float row = shuffle(beta, 8 * i + g()) * rate[i];
         if (t() == 0) {
-          store_f32(base + Layout::kUpdateScaleAt + table * kRowTableBytes + (8 * i + g()) * 4, row * kValueScale);
+          store_f32(base + Layout::kUpdateScaleAt + table * kRowTableBytes + (8 * i + g()) * 4,
+                    row * kValueScale);
         }
         weight[i][0] = shuffle(row, 8 * t());
         weight[i][1] = shuffle(row, 8 * t() + 4);
@@ -246,13 +261,15 @@ struct SolveRole {
     });
   }
 
-  FLASH_KDA_DEVICE void solve_chunk(const ChunkDescriptor& d, const StreamPosition& at, int& reload_parity) const {
+  FLASH_KDA_DEVICE void solve_chunk(const ChunkDescriptor& d, const StreamPosition& at,
+                                    int& reload_parity) const {
     const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
     const int slot = at.n & (kSolutionSlots - 1), table = at.table();
     const SharedAddress solution = base + Layout::kSolutionAt + slot * kTileBytes;
     const float beta = strength(d);
     if (at.n >= kSolutionSlots) {
-      barrier_wait(base + Layout::kReleased + 8 * at.stage_before(kSolutionSlots), at.parity_before(kSolutionSlots));
+      barrier_wait(base + Layout::kReleased + 8 * at.stage_before(kSolutionSlots),
+                   at.parity_before(kSolutionSlots));
     }
     float c[3][2][4];
     score_blocks(stage, c);
@@ -287,10 +304,12 @@ struct SolveRole {
     }
     const int exponent = static_cast<int>(largest >> 23);  // biased
     const bool shifts_help = exponent > 127 && exponent < 255;
-    store_f32(shifts + lane * 4, shifts_help ? from_bits(static_cast<std::uint32_t>(254 - exponent) << 23) : 1.0f);
+    store_f32(shifts + lane * 4,
+              shifts_help ? from_bits(static_cast<std::uint32_t>(254 - exponent) << 23) : 1.0f);
   }
 
-  FLASH_KDA_DEVICE void prepare_shifted(const ChunkDescriptor& d, const StreamPosition& at, int& reload_parity) const {
+  FLASH_KDA_DEVICE void prepare_shifted(const ChunkDescriptor& d, const StreamPosition& at,
+                                        int& reload_parity) const {
     const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
     const SharedAddress barrier = base + Layout::kReloaded + 8 * warp;
     fence_async_proxy();  // the copy engine overwrites what the prepare role wrote
@@ -307,11 +326,13 @@ struct SolveRole {
     write_shifts(stage + kTileQ, shifts + kRowTableBytes);
     sync_warp();
     FLASH_KDA_NO_UNROLL
-    for (int part = 0; part < kWarpgroup / kWarp; ++part) {  // the four warps' work, one after the other
+    for (int part = 0; part < kWarpgroup / kWarp;
+         ++part) {  // the four warps' work, one after the other
       const PrepareRole<kStateGroups> prepare{params, base, 0, part, lane};
       BoundedGate gate = {};
       gate.open(params, d.head_block / kValueBlocks, prepare.channel(), false);
-      prepare.template write_products<false, RowKind::kShifted>(stage, gate, d.rows(), shifts, at.table());
+      prepare.template write_products<false, RowKind::kShifted>(stage, gate, d.rows(), shifts,
+                                                                at.table());
     }
     sync_warp();
     for (int part = 0; part < 3; ++part) {
@@ -343,8 +364,10 @@ struct SolveRole {
       const ChunkDescriptor d = read_descriptor<Layout>(base, at.n);
       const bool work = !d.stop() && d.rows() > 0;
       if (work) solve_chunk(d, at, reload_parity);
-      // The chunk before may still be in another warp's hands; its tables are complete once it is solved.
-      if (at.n > 0) barrier_wait(base + Layout::kSolved + 8 * at.stage_before(1), at.parity_before(1));
+      // The chunk before may still be in another warp's hands; its tables are complete once it is
+      // solved.
+      if (at.n > 0)
+        barrier_wait(base + Layout::kSolved + 8 * at.stage_before(1), at.parity_before(1));
       if (work) {
         write_step(d.first(), at.n);
         fence_async_proxy();  // for what this warp wrote, and for K1, Q1, K2 of the prepare role

@@ -1,7 +1,8 @@
 // The stream of chunks that a block works through, and the rings it travels in.
 //
-// The load role turns items of work (sequence, head, block of V columns) into a numbered stream of chunks and writes a
-// descriptor for each. Every other role walks the same numbers. A sequence without tokens is one chunk of 0 rows.
+// The load role turns items of work (sequence, head, block of V columns) into a numbered stream of
+// chunks and writes a descriptor for each. Every other role walks the same numbers. A sequence
+// without tokens is one chunk of 0 rows.
 #pragma once
 
 #include "cuda/sm90/params.h"
@@ -16,7 +17,8 @@ struct ChunkDescriptor {
   int sequence;
   int head_block;  // head * value blocks + value block
   int token;       // first token, counted in its batch entry
-  int rows_flags;  // tokens in the chunk (0..32) | flags; of an end mark: end marks that follow | kStop
+  int rows_flags;  // tokens in the chunk (0..32) | flags; of an end mark: end marks that follow |
+                   // kStop
 
   FLASH_KDA_DEVICE int rows() const { return rows_flags & 63; }
   FLASH_KDA_DEVICE bool first() const { return (rows_flags & kFirst) != 0; }
@@ -31,7 +33,8 @@ struct StreamPosition {
   int stage;
   int parity;
 
-  FLASH_KDA_DEVICE explicit StreamPosition(int start) : n(start), stage(start), parity(0) {}  // start < kStages
+  FLASH_KDA_DEVICE explicit StreamPosition(int start)
+      : n(start), stage(start), parity(0) {}  // start < kStages
   FLASH_KDA_DEVICE void advance(int steps) {
     n += steps;
     stage += steps;
@@ -41,7 +44,9 @@ struct StreamPosition {
     }
   }
   // The position `back` < kStages chunks earlier.
-  FLASH_KDA_DEVICE int stage_before(int back) const { return stage >= back ? stage - back : stage + kStages - back; }
+  FLASH_KDA_DEVICE int stage_before(int back) const {
+    return stage >= back ? stage - back : stage + kStages - back;
+  }
   FLASH_KDA_DEVICE int parity_before(int back) const { return stage >= back ? parity : parity ^ 1; }
   FLASH_KDA_DEVICE int table() const { return n & (kTableSlots - 1); }
 };
@@ -53,13 +58,15 @@ FLASH_KDA_DEVICE SharedAddress descriptor_address(SharedAddress base, int n) {
 template <class Layout>
 FLASH_KDA_DEVICE ChunkDescriptor read_descriptor(SharedAddress base, int n) {
   const uint4 x = load_u32x4(descriptor_address<Layout>(base, n));
-  return {static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z), static_cast<int>(x.w)};
+  return {static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z),
+          static_cast<int>(x.w)};
 }
 template <class Layout>
 FLASH_KDA_DEVICE void write_descriptor(SharedAddress base, int n, const ChunkDescriptor& d) {
-  store_u32x4(descriptor_address<Layout>(base, n),
-              uint4{static_cast<std::uint32_t>(d.sequence), static_cast<std::uint32_t>(d.head_block),
-                    static_cast<std::uint32_t>(d.token), static_cast<std::uint32_t>(d.rows_flags)});
+  store_u32x4(
+      descriptor_address<Layout>(base, n),
+      uint4{static_cast<std::uint32_t>(d.sequence), static_cast<std::uint32_t>(d.head_block),
+            static_cast<std::uint32_t>(d.token), static_cast<std::uint32_t>(d.rows_flags)});
 }
 
 // Walks the items that fall to this block, chunk by chunk.
@@ -80,7 +87,8 @@ class WorkCursor {
     d.head_block = head_block_;
     d.token = token_;
     const int rows = remaining_ < kChunk ? remaining_ : kChunk;
-    d.rows_flags = rows | (first_ ? ChunkDescriptor::kFirst : 0) | (remaining_ <= kChunk ? ChunkDescriptor::kLast : 0);
+    d.rows_flags = rows | (first_ ? ChunkDescriptor::kFirst : 0) |
+                   (remaining_ <= kChunk ? ChunkDescriptor::kLast : 0);
     first_ = false;
     token_ += rows;
     remaining_ = remaining_ <= kChunk ? -1 : remaining_ - kChunk;
@@ -90,9 +98,12 @@ class WorkCursor {
  private:
   FLASH_KDA_DEVICE std::int64_t offset(int i) const {
     const std::int64_t at = i * params_.cu_stride;
-    const std::int64_t x = params_.cu_int64 ? static_cast<const std::int64_t*>(params_.cu_seqlens)[at]
-                                            : static_cast<const std::int32_t*>(params_.cu_seqlens)[at];
-    return x < 0 ? 0 : (x > params_.tokens ? params_.tokens : x);  // whatever it holds, stay inside the arrays
+    const std::int64_t x = params_.cu_int64
+                               ? static_cast<const std::int64_t*>(params_.cu_seqlens)[at]
+                               : static_cast<const std::int32_t*>(params_.cu_seqlens)[at];
+    return x < 0 ? 0
+                 : (x > params_.tokens ? params_.tokens
+                                       : x);  // whatever it holds, stay inside the arrays
   }
   FLASH_KDA_DEVICE void open_item() {
     const int per_sequence = params_.heads * value_blocks_;
