@@ -1,7 +1,7 @@
 // What the rest of the library may ask of the CPU backend.
 //
 // Algorithm: chunks of kChunk tokens, fp32 throughout; see kernels.inl and docs/cpu.md. Work items
-// are (sequence, value head), longest first; a head's columns of V are shared out when there are
+// are (sequence, value heads), longest first; a head's columns of V are shared out when there are
 // fewer items than threads. A result never depends on the number of threads, on the split, or on
 // other sequences and heads.
 #pragma once
@@ -13,7 +13,7 @@ namespace flash_kda::cpu {
 
 // Runs the pass on `plan.threads` threads and returns when it is done. `args` passed validation and
 // `plan` fits it. Throws ValueError if FLASH_KDA_CPU_ISA names no instruction set that this machine
-// has, std::bad_alloc without room for the scratch (some 100 to 400 KB a thread).
+// has, std::bad_alloc without room for the scratch (0.35 MB a thread at K = V = 128).
 void forward(const ForwardArgs& args, const ForwardPlan& plan);
 
 // As above, with given kernels: for tests and benchmarks.

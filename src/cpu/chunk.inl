@@ -64,10 +64,12 @@ void decays(const Workspace& w, const Chunk& c, const Gate gate, const float* bi
     float* d = w.d + column;
     for (int first = 0; first < n; first += kSideBySide, d += kSideBySide * pitch) {
       Vecs<kSideBySide> x;  // rows from n on hold anything
+#pragma GCC unroll 8
       for (int i = 0; i < kSideBySide; ++i) x.v[i] = load(d + i * pitch) + bias;
       const auto g = log_decay<F>(gate, x);
       for (int i = 0; i < kSideBySide && first + i < n; ++i) log_sum = log_sum + g.v[i];
       const auto decay = exp(g);
+#pragma GCC unroll 8
       for (int i = 0; i < kSideBySide; ++i) store(d + i * pitch, decay.v[i]);
     }
     for (int i = n; i < kChunk; ++i) store(w.d + column + i * pitch, splat(1));
@@ -109,6 +111,7 @@ template <int J>
 void pair_column(const Workspace& w, Partial& partial) {
   Vec kk[kChunk];
   Vec qk[kChunk];
+#pragma GCC unroll 8
   for (int i = J; i < kChunk; ++i) kk[i] = qk[i] = splat(0);
   Vec q_squares = splat(0);
   const int pitch = w.pitch;
@@ -131,6 +134,7 @@ void pair_column(const Workspace& w, Partial& partial) {
   partial.keys[J] = kk[J];
   partial.queries[J] = q_squares;
   partial.pairs[J * kChunk + J] = qk[J];
+#pragma GCC unroll 8
   for (int i = J + 1; i < kChunk; ++i) {
     partial.pairs[i * kChunk + J] = kk[i];
     partial.pairs[J * kChunk + i] = qk[i];

@@ -40,7 +40,10 @@ class Arena {
 
 // What the heads use by turns.
 struct Shared {
-  Shared(int pitch, Arena& arena) {
+  Shared(int pitch, Arena& arena)
+      : tile(arena.take(kWidth * pitch)),
+        said(arena.take(2 * kChunk * kPanel)),
+        y(arena.take(kChunk * kPanel)) {
     rows.pitch = pitch;
     rows.q = arena.take(kChunk * pitch);
     rows.k = arena.take(kChunk * pitch);
@@ -50,9 +53,6 @@ struct Shared {
       chunk.write = arena.take(kChunk * pitch);
       chunk.decay = arena.take(pitch);
     }
-    tile = arena.take(kWidth * pitch);
-    said = arena.take(2 * kChunk * kPanel);
-    y = arena.take(kChunk * kPanel);
   }
 
   static int size(int pitch) {

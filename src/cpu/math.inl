@@ -18,12 +18,14 @@ struct Vecs {
 template <int N, class F>
 inline Vecs<N> map(const Vecs<N>& a, F f) {
   Vecs<N> r;
+#pragma GCC unroll 8
   for (int i = 0; i < N; ++i) r.v[i] = f(a.v[i]);
   return r;
 }
 template <int N, class F>
 inline Vecs<N> map(const Vecs<N>& a, const Vecs<N>& b, F f) {
   Vecs<N> r;
+#pragma GCC unroll 8
   for (int i = 0; i < N; ++i) r.v[i] = f(a.v[i], b.v[i]);
   return r;
 }
@@ -45,6 +47,7 @@ inline Vecs<N> exp(const Vecs<N>& argument) {
   }
   p = map(p, r, [](Vec a, Vec b) { return fma(b * b, a, b) + splat(1); });
   Vecs<N> result;
+#pragma GCC unroll 8
   for (int i = 0; i < N; ++i) result.v[i] = exp_result(p.v[i], n.v[i], shifted.v[i], x.v[i]);
   return result;
 }
@@ -88,6 +91,7 @@ inline Vecs<N> log_decay(const Gate& gate, const Vecs<N>& x) {
     const auto small = exp(map(x, [&](Vec a) { return a + splat(gate.log_rate); }));
     const auto usual = map(softplus(x), [&](Vec a) { return splat(gate.rate) * a; });
     Vecs<N> g;
+#pragma GCC unroll 8
     for (int i = 0; i < N; ++i) {
       g.v[i] = splat(0) - select_less(x.v[i], splat(-17), small.v[i], usual.v[i]);
     }

@@ -15,19 +15,25 @@ namespace {
 template <int M>
 void read_tile(const float* rows, int pitch, const float* state, int keys, float* to) {
   Vec sum[M][kTileVecs];
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
     for (int j = 0; j < kTileVecs; ++j) sum[m][j] = splat(0);
   }
   for (int k = 0; k < keys; ++k, state += kPanel) {
     Vec s[kTileVecs];
+#pragma GCC unroll 8
     for (int j = 0; j < kTileVecs; ++j) s[j] = load(state + j * kWidth);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const Vec x = splat(rows[m * pitch + k]);
+#pragma GCC unroll 8
       for (int j = 0; j < kTileVecs; ++j) sum[m][j] = fma(x, s[j], sum[m][j]);
     }
   }
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
     for (int j = 0; j < kTileVecs; ++j) store(to + m * kPanel + j * kWidth, sum[m][j]);
   }
 }
@@ -52,21 +58,27 @@ void read_state(const float* rows, int count, int pitch, const float* state, int
 void update_state(const Chunk& c, int n, int pitch, const float* y, float* state) {
   for (int first = 0; first < pitch; first += kTileRows, state += kTileRows * kPanel) {
     Vec sum[kTileRows][kTileVecs];
+#pragma GCC unroll 8
     for (int r = 0; r < kTileRows; ++r) {
       const Vec decay = splat(c.decay[first + r]);
+#pragma GCC unroll 8
       for (int j = 0; j < kTileVecs; ++j) sum[r][j] = decay * load(state + r * kPanel + j * kWidth);
     }
     const float* write = c.write + first;
     for (int i = 0; i < n; ++i, write += pitch) {
       Vec x[kTileVecs];
+#pragma GCC unroll 8
       for (int j = 0; j < kTileVecs; ++j) x[j] = load(y + i * kPanel + j * kWidth);
 #pragma GCC unroll 8
       for (int r = 0; r < kTileRows; ++r) {
         const Vec w = splat(write[r]);
+#pragma GCC unroll 8
         for (int j = 0; j < kTileVecs; ++j) sum[r][j] = fma(w, x[j], sum[r][j]);
       }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < kTileRows; ++r) {
+#pragma GCC unroll 8
       for (int j = 0; j < kTileVecs; ++j) store(state + r * kPanel + j * kWidth, sum[r][j]);
     }
   }
@@ -83,6 +95,7 @@ void solve(const HeadTask& task, const Chunk& c, std::int64_t t, int n, int firs
   const std::byte* v = task.v.data + t * task.v.stride + first * bytes_of(E);
   std::byte* out = task.out.data + t * task.out.stride + first * bytes_of(E);
   int valid[kTileVecs];
+#pragma GCC unroll 8
   for (int j = 0; j < kTileVecs; ++j) {
     const int left = task.columns - first - j * kWidth;
     valid[j] = left < 0 ? 0 : left < kWidth ? left : kWidth;
@@ -93,6 +106,7 @@ void solve(const HeadTask& task, const Chunk& c, std::int64_t t, int n, int firs
     if (i >= n) break;
     Vec key_sum[kTileVecs];
     Vec query_sum[kTileVecs];
+#pragma GCC unroll 8
     for (int j = 0; j < kTileVecs; ++j) {
       key_sum[j] = load(said + i * kPanel + j * kWidth);
       query_sum[j] = load(said + (kChunk + i) * kPanel + j * kWidth);
@@ -101,6 +115,7 @@ void solve(const HeadTask& task, const Chunk& c, std::int64_t t, int n, int firs
     for (int p = 0; p < i; ++p) {
       const Vec kk = splat(c.pairs[i * kChunk + p]);
       const Vec qk = splat(c.pairs[p * kChunk + i]);
+#pragma GCC unroll 8
       for (int j = 0; j < kTileVecs; ++j) {
         key_sum[j] = fma(kk, known[p][j], key_sum[j]);
         query_sum[j] = fma(qk, known[p][j], query_sum[j]);
@@ -108,6 +123,7 @@ void solve(const HeadTask& task, const Chunk& c, std::int64_t t, int n, int firs
     }
     const Vec key_scale = splat(c.key_scale[i]);
     const Vec gain = splat(c.key_scale[i] * c.strength[i]);
+#pragma GCC unroll 8
     for (int j = 0; j < kTileVecs; ++j) {
       const Vec value = load_part<E>(v + j * kWidth * bytes_of(E), valid[j]);
       known[i][j] = gain * fnma(key_scale, key_sum[j], value);

@@ -49,7 +49,8 @@ double end_of(std::span<const std::int64_t> lengths, std::int64_t heads, int pan
               int threads) {
   // What a part repeats (gates, norms, products of keys), in units of one panel's own work.
   constexpr double kSharedWork = 0.6;
-  const double work = (panels + parts - 1) / parts + kSharedWork;
+  const int width = (panels + parts - 1) / parts;
+  const double work = width + kSharedWork;
   std::priority_queue<double, std::vector<double>, std::greater<>> free_at;
   for (int i = 0; i < threads; ++i) free_at.push(0);
   double end = 0;

@@ -14,7 +14,7 @@ inline constexpr int kWidth = 16;
 // Rows of a register tile: kTileRows x kTileVecs accumulators out of 32 registers.
 inline constexpr int kTileRows = 8;
 // Vectors whose exponentials are computed side by side.
-inline constexpr int kSideBySide = 4;
+inline constexpr int kSideBySide = 8;
 
 struct Vec {
   __m512 m;
