@@ -18,7 +18,7 @@ SETUP = ./scripts/setup.sh
 # Real text for `recall`: this project's own.
 TEXTS = README.md docs/contract.md include/flash_kda/forward.h python/flash_kda/reference.py
 
-.PHONY: help demo test test-cpp test-python format lint sanitize bench clean setup-demo setup-test setup-dev
+.PHONY: help demo test test-cpp test-python format lint sanitize bench bench-docs clean setup-demo setup-test setup-dev
 
 help:
 	@echo "make demo      run the operator on a published case and on real text; plots go to $(OUT)/"
@@ -27,6 +27,7 @@ help:
 	@echo "make lint      clang-format, clang-tidy, ruff, mypy"
 	@echo "make sanitize  tests under AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer"
 	@echo "make bench     benchmarks of the CPU backend"
+	@echo "make bench-docs  tables and plots of the GPU from benchmarks/results/h200.json"
 	@echo "make clean     remove build/, .venv/ and $(OUT)/"
 
 setup-demo setup-test setup-dev: setup-%:
@@ -72,6 +73,9 @@ bench: setup-test
 	$(CMAKE_ENV) cmake --preset release
 	$(CMAKE_ENV) cmake --build --preset release --parallel $(JOBS)
 	$(PY) benchmarks/cpu_vs_torch.py
+
+bench-docs: setup-test
+	$(PY) -m benchmarks.gpu.render
 
 clean:
 	rm -rf build .venv $(OUT)
