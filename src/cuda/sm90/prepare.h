@@ -67,7 +67,7 @@ template <int kStateGroups>
 struct PrepareRole {
   using Layout = SharedLayout<kStateGroups>;
   static constexpr int kValueBlocks = kValueDim / (kStateGroups * kGroupValues);
-  static constexpr int kRowsAtOnce = 2;
+  static constexpr int kRowsAtOnce = kStateGroups == 2 ? 2 : 4;
 
   const ForwardParams& params;
   SharedAddress base;

@@ -245,11 +245,17 @@ struct StateRole {
     wgmma_wait<0>();
     wgmma_touch(state);
     wgmma_touch(inner);
+    release(at.stage);  // nothing of the stage is read from here on
     FLASH_KDA_UNROLL
     for (int i = 0; i < 8; ++i) {
       output[i] = pack_bf16((o[2 * i] + inner[2 * i]) * scale[i >> 1].x,
                             (o[2 * i + 1] + inner[2 * i + 1]) * scale[i >> 1].y);
     }
+  }
+
+  FLASH_KDA_DEVICE void release(int stage) const {
+    sync_warp();
+    if (lane == 0) barrier_arrive(base + Layout::kReleased + 8 * stage);
   }
 
   FLASH_KDA_DEVICE void finish(const ChunkDescriptor& d, float (&state)[64], int table) const {
@@ -284,10 +290,9 @@ struct StateRole {
       } else {
         if (at.n > 0) hand_over_output(output, at.n - 1);
         barrier_wait(slot_barrier(Layout::kValueLoaded, at.n), (at.n / kValueSlots) & 1);
+        release(at.stage);
       }
       if (d.last()) finish(d, state, at.table());
-      sync_warp();
-      if (lane == 0) barrier_arrive(base + Layout::kReleased + 8 * at.stage);
     }
     if (at.n > 0) hand_over_output(output, at.n - 1);
   }

@@ -62,20 +62,26 @@ struct SolveRole {
   FLASH_KDA_DEVICE int g() const { return lane >> 2; }
   FLASH_KDA_DEVICE int t() const { return lane & 3; }
 
-  // beta of row `lane` of the chunk; 0 strength past the end.
-  FLASH_KDA_DEVICE float strength(const ChunkDescriptor& d) const {
-    if (lane >= d.rows()) return 0.0f;
+  // beta of row `lane` of the chunk as it stands in memory, fp32 or bf16; asked for well before it
+  // is used. Past the end: anything.
+  FLASH_KDA_DEVICE std::uint32_t load_beta(const ChunkDescriptor& d) const {
+    if (lane >= d.rows()) return 0;
     const int batch = params.cu_seqlens != nullptr ? 0 : d.sequence;
     const std::int64_t at = batch * params.beta.batch_stride +
                             (d.token + lane) * params.beta.token_stride +
                             d.head_block / kValueBlocks * params.beta.head_stride;
-    const float x =
-        params.beta_fp32
-            ? load_global(static_cast<const float*>(params.beta.data) + at)
-            : bf16_low(load_global(static_cast<const std::uint16_t*>(params.beta.data) + at));
-    if (params.beta_map == BetaMap::kIdentity) return x;
+    return params.beta_fp32 ? load_global(static_cast<const std::uint32_t*>(params.beta.data) + at)
+                            : load_global(static_cast<const std::uint16_t*>(params.beta.data) + at);
+  }
+
+  // Writing strength of row `lane`; 0 past the end.
+  FLASH_KDA_DEVICE float strength(std::uint32_t beta, int rows) const {
+    const float x = params.beta_fp32 ? from_bits(beta) : bf16_low(beta);
     const float sigmoid = reciprocal_approx(1.0f + exp2_approx(-kLog2e * x));
-    return params.beta_map == BetaMap::kDoubledSigmoid ? 2.0f * sigmoid : sigmoid;
+    const float b = params.beta_map == BetaMap::kIdentity
+                        ? x
+                        : (params.beta_map == BetaMap::kDoubledSigmoid ? 2.0f * sigmoid : sigmoid);
+    return lane < rows ? b : 0.0f;
   }
 
   // The lower triangle of K1 K2^T = -A_kk in 16x16 blocks: (0,0), (1,0), (1,1), each as two
@@ -215,7 +221,7 @@ struct SolveRole {
   // X and M of a chunk from its scores, and the scale of its updates. `c`: -A_kk; `shifts`: powers
   // of two of the rows of k, or 0.
   FLASH_KDA_DEVICE void write_solution(const float (&c)[3][2][4], SharedAddress shifts, float beta,
-                                       SharedAddress solution, int table) const {
+                                       SharedAddress solution, const StreamPosition& at) const {
     Block8 n[10];
     float rate[4];  // r of row 8i + g
     {
@@ -227,7 +233,7 @@ struct SolveRole {
                                 : reciprocal_approx(shift);
         const float row = shuffle(beta, 8 * i + g()) * rate[i];
         if (t() == 0) {
-          store_f32(base + Layout::kUpdateScaleAt + table * kRowTableBytes + (8 * i + g()) * 4,
+          store_f32(base + Layout::kUpdateScaleAt + at.table() * kRowTableBytes + (8 * i + g()) * 4,
                     row * kValueScale);
         }
         weight[i][0] = shuffle(row, 8 * t());
@@ -245,6 +251,10 @@ struct SolveRole {
       }
     }
     invert(n);
+    if (at.n >= kSolutionSlots) {  // only now is the slot needed
+      barrier_wait(base + Layout::kReleased + 8 * at.stage_before(kSolutionSlots),
+                   at.parity_before(kSolutionSlots));
+    }
     store_lower(solution, 4, [&](int r, int col) {
       const Block8& b = n[lower(r, col)];
       return pack_bf16(b.x0, b.x1);
@@ -266,11 +276,7 @@ struct SolveRole {
     const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
     const int slot = at.n & (kSolutionSlots - 1), table = at.table();
     const SharedAddress solution = base + Layout::kSolutionAt + slot * kTileBytes;
-    const float beta = strength(d);
-    if (at.n >= kSolutionSlots) {
-      barrier_wait(base + Layout::kReleased + 8 * at.stage_before(kSolutionSlots),
-                   at.parity_before(kSolutionSlots));
-    }
+    const std::uint32_t beta = load_beta(d);
     float c[3][2][4];
     score_blocks(stage, c);
     bool extreme = !(write_query_scale(table, 1.0f) <= kPlainSquaredNorm);
@@ -286,7 +292,7 @@ struct SolveRole {
       write_query_scale(table, load_f32(shifts + kRowTableBytes + lane * 4));
       score_blocks(stage, c);
     }
-    write_solution(c, shifts, beta, solution, table);
+    write_solution(c, shifts, strength(beta, d.rows()), solution, at);
   }
 
   // ---- rows of extreme norm ----
