@@ -138,7 +138,15 @@ part_build() {
       --target "$site" "$wheels"/*.whl || return 1
   fi
   if [ -n "$prebuilt" ]; then step build_bindings; else step build_from_source; fi || return 1
-  "$python" -c 'import flash_kda; print(flash_kda.__file__); print(*flash_kda.backends(), sep="\n")'
+  "$python" - "$site" <<'CODE'
+import sys
+
+import flash_kda
+
+print(flash_kda.__file__, *flash_kda.backends(), sep="\n")
+if not flash_kda.__file__.startswith(sys.argv[1]):
+    sys.exit("another installed flash_kda comes before the one built here")
+CODE
 }
 
 part_check() {
@@ -152,8 +160,8 @@ part_check() {
 
 part_pytest() {
   # JAX would take most of the GPU's memory, and no test here needs it there.
-  step limited env JAX_PLATFORMS=cpu "$python" -m pytest tests/python -q -p no:cacheprovider --device cuda -k cuda \
-    --durations=10
+  step limited env JAX_PLATFORMS=cpu "$python" -m pytest tests/python -v --tb=short --maxfail=40 \
+    -p no:cacheprovider --device cuda -k cuda --durations=10
 }
 
 part_sanitize() {

@@ -80,6 +80,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def prepare(args: argparse.Namespace) -> Run:
     """Checks the names and fills in the environment."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device cuda: torch {torch.__version__} sees no CUDA device")
     chosen = cases.select(args.cases)
     runners, refused = providers.select(args.providers, args.device)
     for runner in runners:
