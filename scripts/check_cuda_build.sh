@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 venv=${1:-.venv}
 jobs=${JOBS:-$(nproc)}
 build=${BUILD_DIR:-build}/cuda-check
-cutlass_requirement="nvidia-cutlass==4.2.0.0" # cmake/FlashKdaCutlass.cmake finds it
+cutlass_requirement=$(cat cmake/cutlass_requirement.txt) # cmake/FlashKdaCutlass.cmake finds it
 python=$(cd "$venv" && pwd)/bin/python
 PATH=$(dirname "$python"):$PATH:/usr/local/cuda/bin
 

@@ -11,7 +11,7 @@ import sys
 
 EXTRAS = {"demo": "cli", "test": "test", "dev": "dev"}
 # The build front end brings these itself when it isolates the build.
-BUILD_TOOLS = ("cmake>=3.25", "ninja>=1.10")
+BUILD_TOOLS = ("cmake>=3.26", "ninja>=1.10")
 
 
 def _load(path: pathlib.Path) -> dict[str, object]:

@@ -12,6 +12,7 @@
 #   PYTHON  interpreter to start from (default python3), 3.10 or newer
 #   JOBS    parallel compilations (default: number of cores)
 #   OFFLINE 1: download nothing; what is missing is an error
+#   FLASH_KDA_CUTLASS_DIR  folder of the CUTLASS headers, where the nvidia-cutlass package is not wanted
 #   FLASH_KDA_CUDA  AUTO, ON or OFF: build the CUDA kernels (default AUTO where a GPU is seen, else OFF)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -122,7 +123,14 @@ cuda=${FLASH_KDA_CUDA:-OFF}
 if [ -z "${FLASH_KDA_CUDA:-}" ] && has_gpu; then
   cuda=AUTO
 fi
+settings=(--config-settings=build-dir=build/python "--config-settings=cmake.define.FLASH_KDA_CUDA=$cuda")
+if [ -n "${FLASH_KDA_CUTLASS_DIR:-}" ]; then
+  settings+=("--config-settings=cmake.define.FLASH_KDA_CUTLASS_DIR=$FLASH_KDA_CUTLASS_DIR")
+elif [ "$cuda" != OFF ] && ! "$py" -c 'import cutlass_library' 2>/dev/null; then
+  # Its headers are all that the build needs.
+  pip_install --no-deps "$(cat cmake/cutlass_requirement.txt)"
+fi
 echo "setup: building flash_kda (CUDA kernels: $cuda)"
 [ "$venv" = none ] || PATH=$PWD/$venv/bin:$PATH
 CMAKE_BUILD_PARALLEL_LEVEL=$jobs "$py" -m pip install -qq --disable-pip-version-check --no-build-isolation \
-  --no-deps --no-index --force-reinstall . --config-settings=build-dir=build/python --config-settings=cmake.define.FLASH_KDA_CUDA="$cuda"
+  --no-deps --no-index --force-reinstall . "${settings[@]}"
