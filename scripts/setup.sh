@@ -131,6 +131,6 @@ elif [ "$cuda" != OFF ] && ! "$py" -c 'import cutlass_library' 2>/dev/null; then
   pip_install --no-deps "$(cat cmake/cutlass_requirement.txt)"
 fi
 echo "setup: building flash_kda (CUDA kernels: $cuda)"
-[ "$venv" = none ] || PATH=$PWD/$venv/bin:$PATH
+[ "$venv" = none ] || PATH=$(cd "$venv" && pwd)/bin:$PATH
 CMAKE_BUILD_PARALLEL_LEVEL=$jobs "$py" -m pip install -qq --disable-pip-version-check --no-build-isolation \
   --no-deps --no-index --force-reinstall . "${settings[@]}"
