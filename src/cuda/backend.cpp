@@ -6,6 +6,7 @@
 #include "cuda/check.h"
 #include "cuda/device.h"
 #include "cuda/sm90/forward.h"
+#include "cuda/sm90/plan.h"
 
 namespace flash_kda::cuda {
 namespace {

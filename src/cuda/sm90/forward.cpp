@@ -1,59 +1,21 @@
-// Host side of the SM90 backend: which calls the kernel serves, the plan, parameters, launches.
+// Host side of the SM90 backend: parameters and launches.
 #include "cuda/sm90/forward.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <vector>
 
 #include "cuda/check.h"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/order_sequences.h"
+#include "cuda/sm90/plan.h"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/traits.h"
 #include "validate.h"
 
 namespace flash_kda::sm90 {
 namespace {
-
-[[noreturn]] void not_served(const std::string& what) {
-  throw NotImplementedError(what +
-                            " is not served by the CUDA kernels of this build (backend cuda-sm90); "
-                            "the CPU backend serves it");
-}
-
-void require(bool served, const std::string& what) {
-  if (!served) not_served(what);
-}
-
-void check_served(const ForwardArgs& args, const ForwardPlan& plan) {
-  require(plan.key_dim == kKeyDim && plan.value_dim == kValueDim,
-          "head size K = " + std::to_string(plan.key_dim) +
-              ", V = " + std::to_string(plan.value_dim) + " (q, v; only 128, 128)");
-  require(plan.key_heads == plan.value_heads,
-          "HV = " + std::to_string(plan.value_heads) +
-              " value heads (v) for H = " + std::to_string(plan.key_heads) + " key heads");
-  require(args.gate == GateKind::kLowerBound,
-          "a gate without lower_bound (gate kinds softplus and log_decay)");
-  for (const auto& [name, view] :
-       {std::pair{"q", &args.q}, {"k", &args.k}, {"v", &args.v}, {"g", &args.g}}) {
-    require(view->dtype == DType::kBFloat16,
-            std::string(name) + " of type " + flash_kda::name(view->dtype) + " (only bfloat16)");
-  }
-  require(args.beta.dtype == DType::kBFloat16 || args.beta.dtype == DType::kFloat32,
-          std::string("beta of type ") + flash_kda::name(args.beta.dtype) +
-              " (only bfloat16 and float32)");
-  require(!args.initial_state_indices.defined(), "a pool of states (initial_state_indices)");
-  require(!args.final_state_indices.defined(), "a pool of states (final_state_indices)");
-  require(!args.checkpoint_states.defined(), "checkpoints (checkpoint_states)");
-  constexpr std::int64_t kLimit = std::numeric_limits<std::int32_t>::max() - 2 * kChunk;
-  require(plan.tokens <= kLimit, "T = " + std::to_string(plan.tokens) + " (q; above 2^31 - 65)");
-  require(plan.sequences <= kLimit && plan.value_heads <= kLimit / 2, "N or H above 2^31");
-}
-
-std::size_t align_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
 bool pairs_allowed(const TensorView& state) {
   const std::int64_t pair = 2 * size_of(state.dtype);
@@ -147,53 +109,12 @@ void check_on_host(const ForwardArgs& args, const ForwardPlan& plan, cudaStream_
 
 }  // namespace
 
-void plan(const ForwardArgs& args, int multiprocessors, ForwardPlan& plan) {
-  check_served(args, plan);
-  const int split = plan.options.value_split;
-  if (split != 0 && split != 1 && split != 2) {
-    throw NotImplementedError("value_split = " + std::to_string(split) +
-                              " is not served by the CUDA kernels of this build (0, 1 or 2)");
-  }
-  if (plan.tokens > 0) {
-    check_tensor_map("q", args.q);
-    check_tensor_map("k", args.k);
-    check_tensor_map("v", args.v);
-    check_tensor_map("g", args.g);
-    check_tensor_map("out", args.out);
-  }
-  plan.chunk = kChunk;
-  plan.sequence_segments = 1;
-  const std::int64_t heads = plan.sequences * plan.value_heads;
-  const bool halves_fit = 2 * heads <= multiprocessors;
-  plan.value_split = split != 0 ? split : (halves_fit ? 2 : 1);
-  const std::int64_t items = heads * plan.value_split;
-  plan.grid = std::min<std::int64_t>(items, multiprocessors);
-  plan.workspace_bytes = 0;
-  if (plan.varlen && items > plan.grid) {
-    plan.workspace_bytes =
-        align_up((static_cast<std::size_t>(plan.sequences) + 1) * sizeof(std::int32_t),
-                 plan.workspace_alignment);
-  }
-  plan.reason =
-      std::to_string(heads) + " heads of work on " + std::to_string(multiprocessors) +
-      " multiprocessors: " +
-      (split != 0 ? "value_split as asked"
-                  : (halves_fit ? "two blocks a head still fit at once" : "one block a head")) +
-      (plan.workspace_bytes > 0 ? "; blocks take sequences as they get free, longest first" : "");
-}
-
 void forward(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
              cudaStream_t stream) {
+  check_call(args, plan);
   if (plan.options.check_cu_seqlens && plan.varlen) check_on_host(args, plan, stream);
   if (plan.tokens == 0 && !args.final_state.defined()) return;
   ForwardParams params = make_params(args, plan);
-  const bool balanced = balances(plan);
-  if (balanced) {
-    params.counter = static_cast<std::int32_t*>(workspace);
-    params.order = params.counter + 1;
-    launch_order_sequences(params.cu_seqlens, params.cu_int64, params.cu_stride, params.sequences,
-                           params.counter + 1, params.counter, stream);
-  }
   TensorMaps maps = {};
   if (plan.tokens > 0) {
     maps.q = make_tensor_map("q", args.q);
@@ -201,6 +122,13 @@ void forward(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
     maps.v = make_tensor_map("v", args.v);
     maps.g = make_tensor_map("g", args.g);
     maps.out = make_tensor_map("out", args.out);
+  }
+  const bool balanced = balances(plan);
+  if (balanced) {
+    params.counter = static_cast<std::int32_t*>(workspace);
+    params.order = params.counter + 1;
+    launch_order_sequences(params.cu_seqlens, params.cu_int64, params.cu_stride, params.sequences,
+                           params.counter + 1, params.counter, stream);
   }
   const int grid = static_cast<int>(plan.grid);
   if (plan.value_split == 2) {

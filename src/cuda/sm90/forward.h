@@ -1,4 +1,4 @@
-// The SM90 backend: what it serves, its plan, its launch.
+// The SM90 backend's launch; plan.h has what it serves and its plan.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,12 +7,8 @@
 
 namespace flash_kda::sm90 {
 
-// Fills the CUDA part of `plan` for a device with this many multiprocessors. Needs no GPU.
-// Throws NotImplementedError for what the kernels do not serve, ValueError for strides they cannot
-// read.
-void plan(const ForwardArgs& args, int multiprocessors, ForwardPlan& plan);
-
-// Queues the pass on the current device. Throws DeviceError.
+// Queues the pass on the current device. Throws what check_call throws, ValueError where
+// cu_seqlens is to be checked and is wrong, DeviceError.
 void forward(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
              cudaStream_t stream);
 

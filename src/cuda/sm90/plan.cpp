@@ -1,0 +1,106 @@
+#include "cuda/sm90/plan.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "cuda/sm90/tensor_map_layout.h"
+#include "cuda/sm90/traits.h"
+
+namespace flash_kda::sm90 {
+namespace {
+
+[[noreturn]] void not_served(const std::string& what) {
+  throw NotImplementedError(what +
+                            " is not served by the CUDA kernels of this build (backend cuda-sm90); "
+                            "the CPU backend serves it");
+}
+
+void check_sizes(const ForwardPlan& plan) {
+  if (plan.key_dim != kKeyDim || plan.value_dim != kValueDim) {
+    not_served("head size K = " + std::to_string(plan.key_dim) +
+               ", V = " + std::to_string(plan.value_dim) + " (q, v; only 128, 128)");
+  }
+  if (plan.key_heads != plan.value_heads) {
+    not_served("HV = " + std::to_string(plan.value_heads) +
+               " value heads (v) for H = " + std::to_string(plan.key_heads) + " key heads");
+  }
+  // The kernels count tokens, sequences and heads in 32 bits, and look up to two chunks ahead.
+  constexpr std::int64_t kLimit = std::numeric_limits<std::int32_t>::max() - 2 * kChunk;
+  if (plan.tokens > kLimit) {
+    not_served("T = " + std::to_string(plan.tokens) + " (q; above 2^31 - 65)");
+  }
+  if (plan.sequences > kLimit || plan.value_heads > kLimit / 2) {
+    not_served("N = " + std::to_string(plan.sequences) +
+               ", H = " + std::to_string(plan.value_heads) + " (above 2^31 - 65, 2^30 - 33)");
+  }
+}
+
+void check_kinds(const ForwardArgs& args) {
+  if (args.gate != GateKind::kLowerBound) {
+    not_served("a gate without lower_bound (gate kinds softplus and log_decay)");
+  }
+  for (const auto& [argument, view] :
+       {std::pair{"q", &args.q}, {"k", &args.k}, {"v", &args.v}, {"g", &args.g}}) {
+    if (view->dtype != DType::kBFloat16) {
+      not_served(std::string(argument) + " of type " + name(view->dtype) + " (only bfloat16)");
+    }
+  }
+  if (args.beta.dtype != DType::kBFloat16 && args.beta.dtype != DType::kFloat32) {
+    not_served(std::string("beta of type ") + name(args.beta.dtype) +
+               " (only bfloat16 and float32)");
+  }
+  if (args.initial_state_indices.defined()) {
+    not_served("a pool of states (initial_state_indices)");
+  }
+  if (args.final_state_indices.defined()) not_served("a pool of states (final_state_indices)");
+  if (args.checkpoint_states.defined()) not_served("checkpoints (checkpoint_states)");
+}
+
+std::size_t align_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
+
+}  // namespace
+
+void check_call(const ForwardArgs& args, const ForwardPlan& plan) {
+  check_sizes(plan);
+  check_kinds(args);
+  if (plan.tokens == 0) return;  // no row is read or written
+  check_tensor_map("q", args.q);
+  check_tensor_map("k", args.k);
+  check_tensor_map("v", args.v);
+  check_tensor_map("g", args.g);
+  check_tensor_map("out", args.out);
+}
+
+void plan(const ForwardArgs& args, int multiprocessors, ForwardPlan& plan) {
+  check_call(args, plan);
+  const int split = plan.options.value_split;
+  if (split != 0 && split != 1 && split != 2) {
+    throw NotImplementedError("value_split = " + std::to_string(split) +
+                              " is not served by the CUDA kernels of this build (0, 1 or 2)");
+  }
+  plan.chunk = kChunk;
+  plan.sequence_segments = 1;
+  const std::int64_t heads = plan.sequences * plan.value_heads;
+  const bool halves_fit = 2 * heads <= multiprocessors;
+  plan.value_split = split != 0 ? split : (halves_fit ? 2 : 1);
+  const std::int64_t items = heads * plan.value_split;
+  plan.grid = std::min<std::int64_t>(items, multiprocessors);
+  plan.workspace_bytes = 0;
+  if (plan.varlen && items > plan.grid) {
+    plan.workspace_bytes =
+        align_up((static_cast<std::size_t>(plan.sequences) + 1) * sizeof(std::int32_t),
+                 plan.workspace_alignment);
+  }
+  plan.reason =
+      std::to_string(heads) + " heads of work on " + std::to_string(multiprocessors) +
+      " multiprocessors: " +
+      (split != 0 ? "value_split as asked"
+                  : (halves_fit ? "two blocks a head still fit at once" : "one block a head")) +
+      (plan.workspace_bytes > 0 ? "; blocks take sequences as they get free, longest first" : "");
+}
+
+}  // namespace flash_kda::sm90
