@@ -659,7 +659,7 @@ UNSERVED = {
         ),
     ),
     "fp16": (
-        "float16",
+        "q: expected bfloat16",
         lambda c: c.but(q=c.q.half(), k=c.k.half(), v=c.v.half()).chunk_kda(),
     ),
     "fp32 g": ("g of type float32", lambda c: c.but(g=c.g.float()).chunk_kda()),
