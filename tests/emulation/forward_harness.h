@@ -68,6 +68,7 @@ inline sm90::ForwardParams params_of(const ForwardArgs& args, int value_blocks) 
       args.cu_seqlens.defined() ? args.cu_seqlens.shape[0] - 1 : args.v.shape[0];
   p.sequences = static_cast<std::int32_t>(sequences);
   p.heads = static_cast<std::int32_t>(args.v.shape[2]);
+  p.heads_per_key = static_cast<std::int32_t>(args.v.shape[2] / args.q.shape[2]);
   p.tokens = static_cast<std::int32_t>(args.v.shape[1]);
   p.items = sequences * args.v.shape[2] * value_blocks;
   p.lower_bound = static_cast<float>(args.lower_bound);

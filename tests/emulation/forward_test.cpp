@@ -95,6 +95,13 @@ TEST(EmulatedForward, SeveralHeadsAndChunks) {
   check(c, kOrdinaryBound);
 }
 
+TEST(EmulatedForward, MoreValueHeadsThanKeyHeads) {
+  CaseSpec s = spec({40, 70}, 2);
+  s.value_heads = 6;
+  Case c(s);
+  check(c, kOrdinaryBound);
+}
+
 TEST(EmulatedForward, EqualBatch) {
   CaseSpec s = spec({150, 150, 150}, 2);
   s.packed = false;
@@ -303,22 +310,25 @@ TEST(EmulatedForward, ExactInputsGiveExactResults) {
   check(c, 0.0);
 }
 
-TEST(EmulatedForward, NanStaysInItsSequenceHeadAndRows) {
-  CaseSpec s = spec({40, 60, 64}, 3);
+// NaN in a state and in a value; `foreign` in every row past the last sequence, which shares the
+// last chunk's loads.
+void check_isolation(double foreign) {
+  SCOPED_TRACE(foreign);
+  CaseSpec s = spec({40, 60, 50}, 3);
   s.padding = 20;
   Case clean(s), dirty(s);
   dirty.initial.set(kNan, 1, 2, 5, 6);
   dirty.v.set(kNan, 0, 3, 1, 4);  // sequence 0, head 1
-  for (std::int64_t t = 164; t < 184; ++t) {
+  for (std::int64_t t = 150; t < 170; ++t) {
     for (std::int64_t h = 0; h < 3; ++h) {
-      dirty.beta.set(kNan, 0, t, h);
+      dirty.beta.set(foreign, 0, t, h);
       for (std::int64_t j = 0; j < 128; ++j) {
-        for (Array* x : {&dirty.q, &dirty.k, &dirty.v, &dirty.g}) x->set(kNan, 0, t, h, j);
+        for (Array* x : {&dirty.q, &dirty.k, &dirty.v, &dirty.g}) x->set(foreign, 0, t, h, j);
       }
     }
   }
   run(clean, launches()[0]);
-  const std::int64_t starts[] = {0, 40, 100, 164};
+  const std::int64_t starts[] = {0, 40, 100, 150};
   for (const EmulatedLaunch& launch : launches()) {
     SCOPED_TRACE(describe(launch));
     run(dirty, launch);
@@ -339,9 +349,17 @@ TEST(EmulatedForward, NanStaysInItsSequenceHeadAndRows) {
         }
       }
     }
-    for (std::int64_t t = 164; t < 184; ++t) {  // not written
+    for (std::int64_t t = 150; t < 170; ++t) {  // not written
       for (std::int64_t i = 0; i < 128; ++i) ASSERT_TRUE(std::isnan(dirty.out.get(0, t, 1, i)));
     }
+  }
+}
+
+TEST(EmulatedForward, NanStaysInItsSequenceHeadAndRows) {
+  // Finite but huge: must not be mistaken for a row of extreme norm.
+  for (const double foreign :
+       {static_cast<double>(kNan), 3e38, -std::numeric_limits<double>::infinity()}) {
+    check_isolation(foreign);
   }
 }
 

@@ -79,6 +79,7 @@ ForwardParams make_params(const ForwardArgs& args, const ForwardPlan& plan) {
   }
   p.sequences = static_cast<std::int32_t>(plan.sequences);
   p.heads = static_cast<std::int32_t>(plan.value_heads);
+  p.heads_per_key = static_cast<std::int32_t>(plan.value_heads / plan.key_heads);
   p.tokens = static_cast<std::int32_t>(plan.tokens);
   p.items = plan.sequences * plan.value_heads * plan.value_split;
   p.lower_bound = static_cast<float>(args.lower_bound);

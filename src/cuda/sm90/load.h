@@ -15,15 +15,16 @@ namespace flash_kda::sm90 {
 
 constexpr int kValueLag = kStages - kValueSlots;  // V is loaded this many chunks after q, k, g
 
-// Six boxes of a chunk: g, k, q, by halves of channels.
+// Six boxes of a chunk: g of a value head, k and q of its key head, by halves of channels.
 FLASH_KDA_DEVICE void load_chunk(const TensorMaps& maps, SharedAddress stage, SharedAddress barrier,
-                                 int head, int token, int batch) {
+                                 int head, int heads_per_key, int token, int batch) {
+  const int key_head = head / heads_per_key;
   FLASH_KDA_UNROLL
   for (int half = 0; half < 2; ++half) {
     const SharedAddress to = stage + half * kChannelHalfBytes;
     tensor_load(to + kTileG, &maps.g, barrier, 64 * half, head, token, batch);
-    tensor_load(to + kTileK, &maps.k, barrier, 64 * half, head, token, batch);
-    tensor_load(to + kTileQ, &maps.q, barrier, 64 * half, head, token, batch);
+    tensor_load(to + kTileK, &maps.k, barrier, 64 * half, key_head, token, batch);
+    tensor_load(to + kTileQ, &maps.q, barrier, 64 * half, key_head, token, batch);
   }
 }
 
@@ -58,8 +59,8 @@ struct LoadRole {
       return;
     }
     barrier_arrive_expect(barrier, kStageBytes);
-    load_chunk(maps, base + Layout::kStageAt + at.stage * kStageBytes, barrier, head(d), d.token,
-               batch(d));
+    load_chunk(maps, base + Layout::kStageAt + at.stage * kStageBytes, barrier, head(d),
+               params.heads_per_key, d.token, batch(d));
   }
 
   FLASH_KDA_DEVICE void load_values(const ChunkDescriptor& d, int n) const {

@@ -37,18 +37,19 @@ struct RowParams {
 enum class BetaMap : std::int32_t { kSigmoid, kDoubledSigmoid, kIdentity };
 
 struct ForwardParams {
-  RowParams beta;  // [B, T, H]
-  RowParams out;   // [B, T, H, V], for the rows of a last, partial chunk
+  RowParams beta;  // [B, T, HV]
+  RowParams out;   // [B, T, HV, V], for the rows of a last, partial chunk
   StateParams initial_state, final_state;
-  const float* a_log = nullptr;    // [H]; null: its exponential is 1
-  const float* dt_bias = nullptr;  // [H, K]; null: 0
+  const float* a_log = nullptr;    // [HV]; null: its exponential is 1
+  const float* dt_bias = nullptr;  // [HV, K]; null: 0
   std::int64_t dt_bias_head_stride = 0;
   const void* cu_seqlens = nullptr;  // [N + 1]; null: a batch of equal lengths
   std::int64_t cu_stride = 0;
   const std::int32_t* order = nullptr;  // [N]: sequences, longest first; null: as they come
   std::int32_t* counter = nullptr;      // next item of work; null: item i goes to block i % grid
 
-  std::int32_t sequences = 0, heads = 0, tokens = 0;  // N, H, T
+  std::int32_t sequences = 0, heads = 0, tokens = 0;  // N, HV, T
+  std::int32_t heads_per_key = 1;                     // HV / H
   std::int64_t items = 0;                             // sequences * heads * value blocks
   float lower_bound = -5.0f, scale = 1.0f;
   BetaMap beta_map = BetaMap::kSigmoid;

@@ -24,10 +24,6 @@ void check_sizes(const ForwardPlan& plan) {
     not_served("head size K = " + std::to_string(plan.key_dim) +
                ", V = " + std::to_string(plan.value_dim) + " (q, v; only 128, 128)");
   }
-  if (plan.key_heads != plan.value_heads) {
-    not_served("HV = " + std::to_string(plan.value_heads) +
-               " value heads (v) for H = " + std::to_string(plan.key_heads) + " key heads");
-  }
   // The kernels count tokens, sequences and heads in 32 bits, and look up to two chunks ahead.
   constexpr std::int64_t kLimit = std::numeric_limits<std::int32_t>::max() - 2 * kChunk;
   if (plan.tokens > kLimit) {

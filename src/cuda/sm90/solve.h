@@ -279,7 +279,8 @@ struct SolveRole {
     const std::uint32_t beta = load_beta(d);
     float c[3][2][4];
     score_blocks(stage, c);
-    bool extreme = !(write_query_scale(table, 1.0f) <= kPlainSquaredNorm);
+    // Rows past the end are not ours to judge (those of k are zero by now).
+    bool extreme = !(write_query_scale(table, 1.0f) <= kPlainSquaredNorm) && lane < d.rows();
     FLASH_KDA_UNROLL
     for (int i = 0; i < 4; ++i) {
       const float norm = key_norm(c, i);  // by the whole warp, whatever a lane has found before
@@ -323,7 +324,8 @@ struct SolveRole {
     if (lane == 0) {
       const int batch = params.cu_seqlens != nullptr ? 0 : d.sequence;
       barrier_arrive_expect(barrier, kStageBytes);
-      load_chunk(maps, stage, barrier, d.head_block / kValueBlocks, d.token, batch);
+      load_chunk(maps, stage, barrier, d.head_block / kValueBlocks, params.heads_per_key, d.token,
+                 batch);
     }
     barrier_wait(barrier, reload_parity);
     reload_parity ^= 1;
