@@ -11,6 +11,7 @@
 #   --make-prebuilt DIR  make that folder and stop; needs nvcc, no GPU
 #   --wheels DIR      install these wheels first, without a registry (fla_core for the Triton baseline)
 #   --quick           shorter accuracy inputs; memcheck and racecheck alone
+#   --full            the tests' named inputs and exact cases at full size (minutes more)
 #   --limit SECONDS   most time for each command of check, pytest and sanitize
 #   --commit HASH     for the record, where there is no git
 #   --cases "A B"     cases of the benchmark (default headline)
@@ -26,7 +27,7 @@ export PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 build=build-gpu
 jobs=$(nproc)
-out="" prebuilt="" make_prebuilt="" wheels="" quick=0 limit=0 commit="" cases="headline" bench_args=""
+out="" prebuilt="" make_prebuilt="" wheels="" quick=0 full=0 limit=0 commit="" cases="headline" bench_args=""
 wanted=()
 
 die() {
@@ -35,7 +36,7 @@ die() {
 }
 
 while [ $# -gt 0 ]; do
-  [ "$1" = --quick ] || [ "$1" = --help ] || [ $# -ge 2 ] || die "$1: expected a value"
+  case "$1" in --quick | --full | --help) ;; *) [ $# -ge 2 ] || die "$1: expected a value" ;; esac
   case "$1" in
     --only) wanted+=("$2") ;;
     --out) out=$2 ;;
@@ -49,6 +50,7 @@ while [ $# -gt 0 ]; do
     --cases) cases=$2 ;;
     --bench) bench_args=$2 ;;
     --quick) quick=1; shift; continue ;;
+    --full) full=1; shift; continue ;;
     --help) sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
     *) die "unknown option $1 (--help lists them)" ;;
   esac
@@ -159,9 +161,10 @@ part_check() {
 }
 
 part_pytest() {
+  local -a how=(-v --tb=short --maxfail=40 --durations=10 -p no:cacheprovider --device cuda -k cuda)
+  [ $full = 0 ] || how+=(--full)
   # JAX would take most of the GPU's memory, and no test here needs it there.
-  step limited env JAX_PLATFORMS=cpu "$python" -m pytest tests/python -v --tb=short --maxfail=40 \
-    -p no:cacheprovider --device cuda -k cuda --durations=10
+  step limited env JAX_PLATFORMS=cpu "$python" -m pytest tests/python "${how[@]}"
 }
 
 part_sanitize() {

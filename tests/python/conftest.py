@@ -64,4 +64,5 @@ def pytest_terminal_summary(
     counts = config.stash[_EXACT_CASES]
     if counts:
         parts = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
-        terminalreporter.write_line(f"exact-match cases: {sum(counts.values())} ({parts})")
+        agreed = sum(n for kind, n in counts.items() if not kind.startswith("refused"))
+        terminalreporter.write_line(f"exact-match cases: {agreed} ({parts})")

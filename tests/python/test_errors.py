@@ -186,7 +186,9 @@ def test_wrong_calls_on_a_gpu(device: str) -> None:
     for name, (change, error, text) in WRONG.items():
         if name.startswith(("cu_seqlens", "slot", "final slot", "checkpoint")):
             continue  # these look at contents, which stay on the device
-        if name in SHARED_MEMORY:
+        if (
+            name in SHARED_MEMORY or name == "q alone fp16"
+        ):  # a q of fp16 is refused by itself there
             continue
         call = good_call(problem())
         change(call)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from flash_kda._host import Array
+from flash_kda.inputs import workers
 from flash_kda.inputs.call import Forward, Result, is_poison, package, same_bits
 from flash_kda.inputs.problem import Problem
 from flash_kda.metrics import errors_by_head
@@ -59,11 +57,6 @@ class Row:
         return max(ratios)
 
 
-def _oracle_worker(pipe: Any, problem: Problem, heads: Sequence[int]) -> None:
-    pipe.send(_oracle_here(problem, heads))
-    pipe.close()
-
-
 def _oracle_here(problem: Problem, heads: Sequence[int]) -> Oracle:
     arrays = {
         name: getattr(problem, name)
@@ -79,28 +72,15 @@ def _oracle_here(problem: Problem, heads: Sequence[int]) -> Oracle:
 def oracle(problem: Problem, heads: Sequence[int] | None = None) -> Oracle:
     """The output [B, T, heads, V] and the states after each sequence [N, heads, V, K] in fp64.
 
-    The heads are shared out over forked processes, where the system can fork.
+    The heads are shared out over processes (`workers`).
     """
     wanted = list(range(problem.value_heads)) if heads is None else list(heads)
     tokens = sum(end - start for _, start, end in problem.offsets)
-    workers = min(len(wanted), os.cpu_count() or 1, 8)
-    # JAX's threads do not survive a fork, and say so.
-    can_fork = "fork" in multiprocessing.get_all_start_methods() and "jax" not in sys.modules
-    if workers < 2 or tokens * len(wanted) < 4096 or not can_fork:
+    parts = min(len(wanted), workers.most_workers())
+    if parts < 2 or tokens * len(wanted) < 4096:
         return _oracle_here(problem, wanted)
-    context = multiprocessing.get_context("fork")
-    parts = [list(map(int, part)) for part in np.array_split(wanted, workers)]
-    running = []
-    for part in parts[1:]:
-        receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=_oracle_worker, args=(send, problem, part), daemon=True)
-        process.start()
-        send.close()
-        running.append((receive, process))
-    results = [_oracle_here(problem, parts[0])]
-    for receive, process in running:
-        results.append(receive.recv())
-        process.join()
+    shares = [list(map(int, part)) for part in np.array_split(wanted, parts)]
+    results = workers.call_each(_oracle_here, [(problem, share) for share in shares])
     return (
         np.concatenate([o for o, _ in results], axis=2),
         np.concatenate([final for _, final in results], axis=1),
@@ -184,6 +164,18 @@ class Checker:
                 case, is_poison(got.out[:, end:]), "rows past the last sequence are untouched"
             )
         return o, final
+
+    def optional(self, case: str, problem: Problem, bounds: Bounds = STRESS) -> None:
+        """`accuracy` of a call that a GPU need not serve: NotImplementedError is an answer."""
+        try:
+            result = self.run(problem)
+        except NotImplementedError as error:
+            if self.device == "cpu":
+                raise
+            self.say(case)
+            self.expect(case, True, f"not served: {error}")
+            return
+        self.accuracy(case, problem, bounds, result=result)
 
     def expect(self, case: str, holds: bool, note: str) -> None:
         """A property that either holds or not."""
