@@ -118,6 +118,20 @@ TEST(Sm90Plan, PackedBatchesAreBalancedWhenBlocksTakeTurns) {
   EXPECT_EQ(planned(call({6, 1000, 96, 128})).workspace_bytes, 0U);
 }
 
+// Work is counted by value heads.
+TEST(Sm90Plan, MoreValueHeadsThanKeyHeads) {
+  ForwardArgs args = call({1, 100, 12, 128}, 4);
+  const ForwardPlan equal = planned(args);
+  for (TensorView* view : {&args.q, &args.k}) {
+    *view = TensorView::dense(view->data, DType::kBFloat16, {1, 100, 3, 128}, kGpu);
+  }
+  const ForwardPlan grouped = planned(args);
+  EXPECT_EQ(grouped.key_heads, 3);
+  EXPECT_EQ(grouped.value_heads, 12);
+  EXPECT_EQ(grouped.grid, equal.grid);
+  EXPECT_EQ(grouped.value_split, equal.value_split);
+}
+
 TEST(Sm90Plan, EmptyCalls) {
   EXPECT_EQ(planned(call({1, 0, 96, 128})).grid, 96);
   EXPECT_EQ(planned(call({0, 64, 96, 128})).grid, 0);
@@ -188,7 +202,8 @@ TEST(Sm90TensorMap, NamesTheArgumentAndWhatCame) {
     TensorView& view = args.*w.view;
     view.data = static_cast<char*>(view.data) + 2;
     EXPECT_EQ(message<ValueError>(args).rfind(std::string(w.name) + ": expected ", 0), 0U);
-    EXPECT_TRUE(contains(message<ValueError>(args), "2 bytes past"));
+    EXPECT_TRUE(contains(message<ValueError>(args),
+                         "aligned to 16 bytes on CUDA, got one that is 2 bytes past"));
     args = call({});
     (args.*w.view).stride[1] = 260;
     EXPECT_TRUE(contains(message<ValueError>(args), "stride 260 in dimension 1"));

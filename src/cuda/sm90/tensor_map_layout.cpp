@@ -18,10 +18,9 @@ constexpr std::int64_t kElement = 2;  // bytes of a bf16
 void check_tensor_map(const char* argument, const TensorView& view) {
   const std::uintptr_t past = reinterpret_cast<std::uintptr_t>(view.data) % kAlignment;
   if (past != 0) {
-    throw ValueError(
-        std::string(argument) +
-        ": expected an address that is a multiple of 16 bytes on CUDA, got one that is " +
-        std::to_string(past) + " bytes past it");
+    throw ValueError(std::string(argument) +
+                     ": expected an address aligned to 16 bytes on CUDA, got one that is " +
+                     std::to_string(past) + " bytes past it");
   }
   for (std::size_t axis = 0; axis + 1 < static_cast<std::size_t>(view.rank); ++axis) {
     if (view.shape[axis] <= 1) continue;
