@@ -66,7 +66,8 @@ def demangle(names: list[str]) -> list[str]:
         )
     except (OSError, subprocess.CalledProcessError):
         return names
-    return [re.sub(r"\(.*|flash_kda::|sm90::|void ", "", line) for line in done.stdout.splitlines()]
+    plain = done.stdout.replace("(anonymous namespace)::", "").splitlines()
+    return [re.sub(r"\(.*|flash_kda::|sm90::|void ", "", line) for line in plain]
 
 
 def main() -> int:
