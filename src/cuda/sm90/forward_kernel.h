@@ -15,10 +15,10 @@
 //
 // Barriers, per stage n % 6 of chunk n:
 //   loaded -> prepared -> solved -> released -> loaded again, by chunk n + 6
-// and per value slot n % 4:
+// and per value slot n % 3:
 //   value loaded -> output ready -> stored, then loaded again
 //
-// Shared memory with two state groups, KiB: stages 144, M and X 16, A_qk 12, V and O 32, tables and
+// Shared memory with two state groups, KiB: stages 144, M and X 16, A_qk 24, V and O 24, tables and
 // barriers 19.
 #pragma once
 

@@ -1,8 +1,8 @@
 // Load role: one warp moves everything between global and shared memory.
 //
 //   q, k, g of chunk n       -> stage n % 6, as soon as chunk n - 6 is released
-//   O of chunk n - 6         <- value slot (n - 6) % 4, written by the state role in V's place
-//   V of chunk n - 2         -> the same slot, once that store has read it
+//   O of chunk n - 6         <- value slot (n - 6) % 3, written by the state role in V's place
+//   V of chunk n - 3         -> the same slot, once that store has read it
 //
 // The last, partial chunk of a sequence is loaded whole (rows past the end are masked by their
 // readers; past the array they read as zero) but stored row by row, so that nothing past the
@@ -46,10 +46,10 @@ struct LoadRole {
     return d.head_block % kValueBlocks * (kStateGroups * kGroupValues);
   }
   FLASH_KDA_DEVICE SharedAddress value_tile(int group, int n) const {
-    return base + Layout::kValueAt + (group * kValueSlots + (n & (kValueSlots - 1))) * kTileBytes;
+    return base + Layout::kValueAt + (group * kValueSlots + n % kValueSlots) * kTileBytes;
   }
   FLASH_KDA_DEVICE static int slot_barrier(int group, int n) {
-    return 8 * (group * kValueSlots + (n & (kValueSlots - 1)));
+    return 8 * (group * kValueSlots + n % kValueSlots);
   }
 
   FLASH_KDA_DEVICE void load_stage(const ChunkDescriptor& d, const StreamPosition& at) const {

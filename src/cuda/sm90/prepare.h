@@ -14,7 +14,7 @@
 // products.
 //
 // The writes need a proxy fence before wgmma reads them; it is the solve role's, on the path from
-// here to there. Rounding: gate, sum and exponentials in fp32; K1, Q1, K2 and A_qk to bf16.
+// here to there. Rounding: gate, sum and exponentials in fp32; K1, Q1, K2 to bf16, A_qk to two.
 #pragma once
 
 #include "cuda/sm90/stream.h"
@@ -204,8 +204,8 @@ struct PrepareRole {
                 exp2_approx(total[0]), exp2_approx(total[1]));
   }
 
-  // A_qk, lower triangle, times 2^96 as the products of the state that it is added to. Warp 0: rows
-  // 0..15; warps 1 and 2: rows 16..31, columns 0..15 and 16..31.
+  // A_qk, lower triangle, times 2^96 as the products of the state that it is added to; as bf16 and
+  // what that leaves. Warp 0: rows 0..15; warps 1 and 2: rows 16..31, columns 0..15 and 16..31.
   FLASH_KDA_DEVICE void query_scores(SharedAddress stage, int stage_index) const {
     const int row_half = warp == 0 ? 0 : 1, column_half = warp == 2 ? 1 : 0;
     const int r = lane & 7, g = lane >> 2, t = lane & 3;
@@ -230,18 +230,21 @@ struct PrepareRole {
     }
     // A row sees itself and earlier rows: on a diagonal block, columns up to its own.
     const bool whole = row_half != column_half;
-    std::uint32_t packed[4];  // blocks (0, 0), (1, 0), (0, 1), (1, 1) of 8x8
+    std::uint32_t high[4], low[4];  // blocks (0, 0), (1, 0), (0, 1), (1, 1) of 8x8
     FLASH_KDA_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int row = 8 * (i & 1) + g, column = 8 * (i >> 1) + 2 * t;
-      const float x = c[i >> 1][2 * (i & 1)] * kBoost, y = c[i >> 1][2 * (i & 1) + 1] * kBoost;
-      packed[i] =
-          pack_bf16(whole || column <= row ? x : 0.0f, whole || column + 1 <= row ? y : 0.0f);
+      float x = c[i >> 1][2 * (i & 1)] * kBoost, y = c[i >> 1][2 * (i & 1) + 1] * kBoost;
+      x = whole || column <= row ? x : 0.0f;
+      y = whole || column + 1 <= row ? y : 0.0f;
+      high[i] = pack_bf16(x, y);
+      low[i] = pack_bf16(x - bf16_low(high[i]), y - bf16_high(high[i]));
     }
-    const int unit = 4 * (stage_index & 1) + 2 * column_half + (lane >> 4);
-    store_matrix(base + Layout::kQueryScoreAt + (stage_index >> 1) * kTileBytes +
-                     (row_half * kHalf + (lane & 15)) * kRowBytes + ((unit ^ r) << 4),
-                 packed[0], packed[1], packed[2], packed[3]);
+    const SharedAddress tile = base + Layout::kQueryScoreAt + stage_index * kTileBytes +
+                               (row_half * kHalf + (lane & 15)) * kRowBytes +
+                               (((2 * column_half + (lane >> 4)) ^ r) << 4);
+    store_matrix(tile, high[0], high[1], high[2], high[3]);
+    store_matrix(tile ^ 64, low[0], low[1], low[2], low[3]);
   }
 
   FLASH_KDA_DEVICE void run() {

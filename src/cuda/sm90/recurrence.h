@@ -7,7 +7,8 @@
 //   Y   = V^T X^T + P M^T                   V as it came; P rounded to bf16; M carries 2^-96
 //   W   = Y diag(update scale)              fp32, then rounded to bf16
 //   S   <- S + W K2
-//   O   <- (O + W A_qk^T) diag(query scale) A_qk carries 2^96, the scale takes it back
+//   O   <- (O + W A_qk^T) diag(query scale) W, A_qk in two bf16 parts; A_qk carries 2^96, the scale
+//                                           takes it back
 //
 // At the end of a sequence S times the decay from the middle to the end is the final state.
 // Rounding besides what is named: O to bf16. All sums fp32. O takes V's place in shared memory and
@@ -47,12 +48,12 @@ struct StateRole {
   FLASH_KDA_DEVICE int t() const { return lane & 3; }
 
   FLASH_KDA_DEVICE SharedAddress slot_barrier(int kind, int n) const {
-    return base + kind + 8 * (group * kValueSlots + (n & (kValueSlots - 1)));
+    return base + kind + 8 * (group * kValueSlots + n % kValueSlots);
   }
   // ldmatrix / stmatrix row of this lane in a value tile: blocks (tokens 0..7 | 8..15) x (columns
   // 0..7 | 8..15) of the warp's 16 columns; transposed, they are a wgmma A operand's registers.
   FLASH_KDA_DEVICE SharedAddress value_row(int n) const {
-    return values_at_lane + (n & (kValueSlots - 1)) * kTileBytes;
+    return values_at_lane + n % kValueSlots * kTileBytes;
   }
 
   // ---- states in global memory: this lane's rows g and g + 8 of the warp's 16, channels 8j + 2t
@@ -171,9 +172,8 @@ struct StateRole {
         matrix_descriptor(stage + kTileG, kChannelHalfBytes, kRowGroupBytes);
     const std::uint64_t solution =
         matrix_descriptor(base + Layout::kSolutionAt + slot * kTileBytes, 16, kRowGroupBytes);
-    const std::uint64_t query_scores = matrix_descriptor(
-        base + Layout::kQueryScoreAt + (at.stage >> 1) * kTileBytes + (at.stage & 1) * 64, 16,
-        kRowGroupBytes);
+    const std::uint64_t query_scores =
+        matrix_descriptor(base + Layout::kQueryScoreAt + at.stage * kTileBytes, 16, kRowGroupBytes);
 
     std::uint32_t s[32];
     FLASH_KDA_UNROLL
@@ -224,8 +224,10 @@ struct StateRole {
     wgmma_wait<0>();
     wgmma_touch(y);
     FLASH_KDA_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      operand[i] = pack_bf16(y[2 * i] * scale[i >> 1].x, y[2 * i + 1] * scale[i >> 1].y);
+    for (int i = 0; i < 8; ++i) {  // W, and in `packed` what bf16 leaves of it
+      const float w0 = y[2 * i] * scale[i >> 1].x, w1 = y[2 * i + 1] * scale[i >> 1].y;
+      operand[i] = pack_bf16(w0, w1);
+      packed[i] = pack_bf16(w0 - bf16_low(operand[i]), w1 - bf16_high(operand[i]));
     }
     float inner[16];  // W A_qk^T; added to o later: o lives in the upper half of a product's
                       // accumulators
@@ -237,8 +239,14 @@ struct StateRole {
       wgmma_n128_rows(state, operand + 4 * k, key_rows + k * (kHalf * kRowBytes >> 4), true);
     }
     wgmma_commit();
+    // Nearly parallel keys make W_j alternate in size while O is their sum: W and A_qk count with
+    // both of their parts here.
     FLASH_KDA_UNROLL
     for (int k = 0; k < 2; ++k) wgmma_n32(inner, operand + 4 * k, query_scores + k * 2, k > 0);
+    FLASH_KDA_UNROLL
+    for (int k = 0; k < 2; ++k) wgmma_n32(inner, packed + 4 * k, query_scores + k * 2, true);
+    FLASH_KDA_UNROLL
+    for (int k = 0; k < 2; ++k) wgmma_n32(inner, operand + 4 * k, query_scores + 4 + k * 2, true);
     wgmma_commit();
     FLASH_KDA_UNROLL
     for (int j = 0; j < 4; ++j) scale[j] = load_f32x2(scales + Layout::kQueryScaleAt + 32 * j);

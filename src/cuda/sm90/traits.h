@@ -20,7 +20,7 @@ constexpr int kWarpgroup = 128;
 constexpr int kStages = 6;
 constexpr int kTableSlots = 8;     // per-chunk tables and descriptors; a power of two above kStages
 constexpr int kSolutionSlots = 4;  // chunks of M and X
-constexpr int kValueSlots = 4;     // chunks of V, which become O
+constexpr int kValueSlots = 3;     // chunks of V, which become O
 
 constexpr int kSolverWarps = 3;  // warps of the solve role; they take every third chunk
 constexpr int kStopChunks = 3;   // end marks in the stream: one for each solver warp
@@ -66,9 +66,9 @@ struct SharedLayout {
   static constexpr int kStageAt = 0;
   // M and X of a chunk, 64 bytes of a row each.
   static constexpr int kSolutionAt = kStageAt + kStages * kStageBytes;
-  // A_qk by stage, two stages a tile.
+  // A_qk by stage: its bf16 and what the rounding left, 64 bytes of a row each.
   static constexpr int kQueryScoreAt = kSolutionAt + kSolutionSlots * kTileBytes;
-  static constexpr int kValueAt = kQueryScoreAt + kStages / 2 * kTileBytes;
+  static constexpr int kValueAt = kQueryScoreAt + kStages * kTileBytes;
   // Per-channel decays: start -> middle, middle -> end, middle of the chunk before -> middle (times
   // 2^96).
   static constexpr int kEnterAt = kValueAt + kStateGroups * kValueSlots * kTileBytes;
