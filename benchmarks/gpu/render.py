@@ -177,11 +177,11 @@ def draw(record: Record, folder: Path) -> list[Path]:
             at = [g + (i - (len(series) - 1) / 2) * width for g in range(len(groups))]
             bars = axes.bar(at, values, width, label=label)
             axes.bar_label(bars, fmt="%.3g", fontsize=7)
-        axes.set_yscale("log")
+        axes.margins(y=0.1)
         axes.set_xticks(range(len(groups)), groups, rotation=20, ha="right", fontsize=8)
         axes.set_ylabel(unit, fontsize=8)
-        axes.set_title(f"{record['gpu']}, commit {record['commit'][:12]}", fontsize=9)
-        axes.legend(fontsize=8)
+        axes.set_title(f"{record['gpu']}, commit {record['commit'][:12]}", fontsize=9, loc="left")
+        axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
         figure.tight_layout()
         path = folder / f"{stem}_{name}.png"
         figure.savefig(path, dpi=130, metadata={"Software": None})
