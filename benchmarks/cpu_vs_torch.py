@@ -2,9 +2,10 @@
 
     python benchmarks/cpu_vs_torch.py --rounds 5 --json benchmarks/results/cpu.json
 
-Both run in one process, by turns, on the same number of threads; the results are compared before
-anything is timed. Memory is measured in a process of its own, without torch. Exit status 1: a
-target is missed.
+Both run in one process, by turns; the results are compared before anything is timed. torch runs on
+one thread and on as many as flash_kda, and the better counts: its threads wait for one another after
+every operation, and other work on the machine can make more of them slower than one. Memory is
+measured in a process of its own, without torch. Exit status 1: a target is missed.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def make_inputs(seed: int) -> dict[str, np.ndarray]:
     arrays["A_log"] = rng.uniform(0, 0.5, HEADS).astype(np.float32)
     arrays["dt_bias"] = 0.1 * rng.standard_normal((HEADS, HEAD_DIM), dtype=np.float32)
     arrays["initial_state"] = rng.standard_normal(state, dtype=np.float32)
-    arrays["final_state"] = np.zeros(state, np.float32)
+    arrays["final_state"] = np.full(state, np.nan, np.float32)
     arrays["cu_seqlens"] = np.concatenate(([0], np.cumsum(LENGTHS))).astype(np.int64)
     return arrays
 
@@ -106,6 +107,9 @@ def _relative_rms(got: Any, want: Any) -> float:
 
 def measure_times(rounds: int, threads: int) -> dict[str, Any]:
     """Seconds of each round for both, and by how much their results differ."""
+    # Threads that spin while they wait would hold up those that they wait for when the machine has
+    # other work; on a quiet one this costs torch a few microseconds an operation.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
     import torch_chunked
 
@@ -129,15 +133,19 @@ def measure_times(rounds: int, threads: int) -> dict[str, Any]:
         "out": _relative_rms(arrays["out"][0], out),
         "state": _relative_rms(arrays["final_state"], state),
     }
-    seconds: dict[str, list[float]] = {"flash_kda": [], "torch": []}
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, run: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        run()
+        seconds.setdefault(name, []).append(time.perf_counter() - start)
+
     for _ in range(rounds):
-        start = time.perf_counter()
-        run_flash_kda(arrays)
-        seconds["flash_kda"].append(time.perf_counter() - start)
-        state = arrays["initial_state"].clone()
-        start = time.perf_counter()
-        run_torch(state)
-        seconds["torch"].append(time.perf_counter() - start)
+        timed("flash_kda", lambda: run_flash_kda(arrays))
+        for n in sorted({1, threads}):
+            torch.set_num_threads(n)
+            state.copy_(arrays["initial_state"])
+            timed(f"torch, threads={n}", lambda: run_torch(state))
     return {"seconds": seconds, "difference": difference, "torch_version": torch.__version__}
 
 
@@ -160,7 +168,8 @@ def measure(rounds: int, threads: int) -> dict[str, Any]:
     memory = json.loads(subprocess.run(child, capture_output=True, text=True, check=True).stdout)
     times = measure_times(rounds, threads)
     best = {name: min(values) for name, values in times["seconds"].items()}
-    median = {name: statistics.median(values) for name, values in times["seconds"].items()}
+    ours = best["flash_kda"]
+    rival = min(value for name, value in best.items() if name.startswith("torch"))
     flops = 6 * sum(LENGTHS) * HEADS * HEAD_DIM**2
     return {
         "case": {"lengths": LENGTHS, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"},
@@ -174,10 +183,8 @@ def measure(rounds: int, threads: int) -> dict[str, Any]:
         "rounds": rounds,
         "seconds": times["seconds"],
         "best_seconds": best,
-        "median_seconds": median,
-        "ratio_of_best": best["torch"] / best["flash_kda"],
-        "ratio_of_medians": median["torch"] / median["flash_kda"],
-        "gflops": flops * 1e-9 / best["flash_kda"],
+        "ratio": rival / ours,
+        "gflops": flops * 1e-9 / ours,
         "relative_difference": times["difference"],
         "memory": memory,
     }
@@ -195,20 +202,17 @@ def main() -> int:
         print(json.dumps(measure_memory()))
         return 0
     record = measure(options.rounds, options.threads)
-    best, memory = record["best_seconds"], record["memory"]
-    print(f"flash_kda {best['flash_kda']:.3f} s, {record['gflops']:.1f} GFLOP/s")
-    print(f"torch     {best['torch']:.3f} s")
-    ratios = record["ratio_of_best"], record["ratio_of_medians"]
-    print(f"ratio     {ratios[0]:.2f} of the best, {ratios[1]:.2f} of the medians")
-
-    print(
-        f"memory    {memory['extra_mib']:.1f} MiB beyond {memory['arrays_mib']:.0f} MiB of arrays"
-    )
-    print(f"results   differ by {record['relative_difference']}")
+    memory = record["memory"]
+    for name, seconds in record["best_seconds"].items():
+        print(f"{name:18s} {seconds:.3f} s")
+    print(f"ratio {record['ratio']:.2f}; {record['gflops']:.1f} GFLOP/s")
+    extra, held = memory["extra_mib"], memory["arrays_mib"]
+    print(f"memory {extra:.1f} MiB beyond {held:.0f} MiB of arrays")
+    print(f"results differ by {record['relative_difference']}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(record, indent=2) + "\n")
-    fast = record["ratio_of_best"] >= LEAST_RATIO
+    fast = record["ratio"] >= LEAST_RATIO
     small = memory["extra_mib"] <= MOST_EXTRA_MIB
     alike = record["relative_difference"]["out"] < 5e-3
     return 0 if fast and small and alike else 1

@@ -180,7 +180,7 @@ def draw(record: Record, folder: Path) -> list[Path]:
         axes.margins(y=0.1)
         axes.set_xticks(range(len(groups)), groups, rotation=20, ha="right", fontsize=8)
         axes.set_ylabel(unit, fontsize=8)
-        axes.set_title(f"{record['gpu']}, commit {record['commit'][:12]}", fontsize=9, loc="left")
+        axes.set_title(f"{record['gpu']}, commit {record['commit'][:12]}", fontsize=9, pad=22)
         axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
         figure.tight_layout()
         path = folder / f"{stem}_{name}.png"
