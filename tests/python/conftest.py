@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Generator
 from functools import cache
 
 import pytest
@@ -23,6 +24,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_EXACT_CASES] = Counter()
+    config.addinivalue_line(
+        "markers",
+        "skip_if_not_served: on a GPU, the backend's word that it does not serve the call skips",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Skips tests so marked, with the reason, where the GPU backend does not serve their call."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        from flash_kda.inputs.checker import not_served
+
+        device = str(pyfuncitem.funcargs.get("device", "cpu"))
+        marked = pyfuncitem.get_closest_marker("skip_if_not_served")
+        if marked is None or not not_served(error, device):
+            raise
+        pytest.skip(str(error))
 
 
 @cache

@@ -212,7 +212,7 @@ def test_wrong_calls_on_a_gpu(device: str) -> None:
     fp16 = good_call(problem())
     for name in ("q", "k", "v", "out"):
         fp16[name] = fp16[name].astype(FP16)
-    with pytest.raises(NotImplementedError, match="^q: .*float16"):
+    with pytest.raises(NotImplementedError, match="^q.*float16"):
         flash_kda.chunk_kda(**to_framework(fp16, "cuda"))
     after = good_result("cuda")
     assert all(same_bits(a, b) for a, b in zip(before, after, strict=True))

@@ -3,6 +3,7 @@ for."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from flash_kda import inputs
 from flash_kda.inputs.call import Result, poison
-from flash_kda.inputs.checker import oracle
+from flash_kda.inputs.checker import KNOWN_SHORTFALLS, oracle
 from flash_kda.inputs.problem import BF16, Problem
 from flash_kda.reference import log_decay
 
@@ -19,8 +20,19 @@ from flash_kda.reference import log_decay
 def test_named_input(name: str, device: str, full: bool) -> None:
     rows = inputs.check(name, device, quick=not full)
     assert rows, "nothing was measured"
-    bad = [f"{r.case} [{r.sequence}, {r.head}]: {r}" for r in rows if not r.ok]
+    bad = [f"{r.case} [{r.sequence}, {r.head}]: {r}" for r in rows if r.failed]
     assert not bad, f"{len(bad)} of {len(rows)} rows:\n" + "\n".join(bad[:10])
+    if device == "cpu":
+        assert all(r.served and not r.known for r in rows)
+    for case in {r.case for r in rows if (name, r.case) in KNOWN_SHORTFALLS and r.ok}:
+        if device != "cpu":  # passing is news: the entry may go
+            warnings.warn(f"{name}, {case}: within its bound, a known shortfall", stacklevel=1)
+    missed = [f"{r.case}: out {r.out_error:.2e}, {r.known}" for r in rows if r.known]
+    if missed:
+        pytest.xfail("; ".join(missed))
+    refused = [f"{r.case}: {r.note}" for r in rows if not r.served]
+    if refused and len(refused) == len(rows):
+        pytest.skip("; ".join(refused))
 
 
 def honest(p: Problem) -> Result:
@@ -122,6 +134,88 @@ def test_errors_of_the_call_become_rows() -> None:
     assert not row.ok
     with pytest.raises(ValueError, match="^name: .*T1.*got 'T2'"):
         inputs.check("T2")
+
+
+REFUSAL = "{} is not served by the CUDA kernels of this build; the CPU backend serves it"
+
+
+def test_what_a_gpu_need_not_serve_is_shown_and_no_failure() -> None:
+    """A stand-in for a GPU that serves the bounded gate alone, in bf16."""
+
+    def bounded_only(p: Problem) -> Result:
+        if p.gate != "lower_bound":
+            raise NotImplementedError(REFUSAL.format("a gate without lower_bound"))
+        if p.g.dtype != BF16:
+            raise NotImplementedError(REFUSAL.format("g of type float32"))
+        return honest(p)
+
+    for name, case in (("T6", "softplus"), ("ordinary", "batch, fp32 gate and beta")):
+        rows = inputs.check(name, "cuda", quick=True, forward=bounded_only)
+        (refused,) = [r for r in rows if not r.served]
+        assert refused.case == case
+        assert refused.ok
+        assert "not served: " in refused.note
+        assert len(rows) > 1
+        assert not any(r.failed for r in rows)
+        assert any(r.failed for r in inputs.check(name, "cpu", quick=True, forward=bounded_only))
+
+    def nothing(p: Problem) -> Result:
+        raise NotImplementedError(REFUSAL.format("anything"))
+
+    assert any(r.failed for r in inputs.check("T6", "cuda", quick=True, forward=nothing))
+
+
+@pytest.mark.parametrize(("factor", "fails"), [(1.2, False), (2.0, True)])
+def test_a_known_shortfall_is_no_failure_until_it_grows(factor: float, fails: bool) -> None:
+    def noisy(p: Problem) -> Result:
+        result = honest(p)
+        noise = np.random.default_rng(0).standard_normal(result.out.shape)
+        o = result.out.astype(np.float64)
+        size = factor * 1.05e-2 * np.sqrt((o * o).mean())
+        return Result((o + size * noise).astype(BF16), result.final)
+
+    rows = inputs.check("T1", "cuda", quick=True, forward=noisy)
+    by_case = {r.case: r for r in rows}
+    assert by_case["positive keys"].failed == fails
+    assert bool(by_case["positive keys"].known) != fails
+    assert not by_case["positive keys"].ok
+    assert not by_case["one row"].known
+    on_cpu = inputs.check("T1", "cpu", quick=True, forward=noisy)
+    assert {r.case for r in on_cpu if r.failed} >= {"cosine 0.95", "cosine 0.99", "positive keys"}
+
+
+def test_pieces_at_chunk_borders_of_a_gpu_are_bitwise() -> None:
+    """Pieces that differ in one bit fail at a border of chunks and pass elsewhere."""
+
+    def wobbling(p: Problem) -> Result:
+        result = honest(p)
+        if p.v.shape[1] < 2048:
+            result.final[0, 0, 0, 0] += np.float32(1e-6)
+        return result
+
+    rows = inputs.check("T16", "cuda", quick=True, forward=wobbling)
+    failed = {r.case for r in rows if r.failed}
+    assert "pieces at 32" in failed
+    assert "pieces at 37" not in failed
+    assert not any(r.failed for r in inputs.check("T16", "cuda", quick=True, forward=honest))
+
+
+def test_the_oracle_comes_from_other_processes_too() -> None:
+    from flash_kda.inputs import workers
+
+    assert workers.call_each(divmod, [(7, 2), (9, 4), (1, 1)]) == [(3, 1), (2, 1), (1, 0)]
+    with pytest.raises(ZeroDivisionError):
+        workers.call_each(divmod, [(7, 2), (9, 0)])
+    (first, again) = workers.call_each(_process, [(), ()])
+    assert first != again
+    workers._idle[0]._process.kill()  # as if it had crashed: its part is computed here
+    assert set(workers.call_each(divmod, [(7, 2), (9, 4)])) == {(3, 1), (2, 1)}
+
+
+def _process() -> int:
+    import os
+
+    return os.getpid()
 
 
 def test_summary_keeps_the_worst_of_each_case() -> None:

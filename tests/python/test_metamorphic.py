@@ -10,6 +10,8 @@ import pytest
 from flash_kda.inputs.call import package, same_bits
 from flash_kda.inputs.problem import BF16, FP32, Problem, Shape, ordinary
 
+pytestmark = pytest.mark.skip_if_not_served
+
 TOKEN_ARRAYS = ("q", "k", "v", "g", "beta")
 LENGTHS = (1, 63, 0, 64, 65, 200, 17, 130)
 VARIANTS: dict[str, dict[str, Any]] = {

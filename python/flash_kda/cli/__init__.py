@@ -6,6 +6,8 @@ safetensors for such files): `pip install 'flash-kda[cli]'` brings them.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib
 import sys
 
@@ -27,6 +29,9 @@ def _missing(module: str) -> bool:
 
 def main() -> None:
     """Runs the command line with `sys.argv`; ends the process with its exit status."""
+    if not faulthandler.is_enabled() and sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no real standard error
+            faulthandler.enable()  # a crash below Python says where it came from
     missing = [module for module in _NEEDED if _missing(module)]
     if missing:
         print(

@@ -27,13 +27,16 @@ class DeviceChoice(str, Enum):
 
 def cuda_missing() -> str | None:
     """Why the command line cannot use a GPU here; None if it can."""
-    backend = {b.name: b for b in flash_kda.backends()}.get("cuda-sm90")
-    if backend is None or not backend.available:
-        return "no CUDA backend" if backend is None else backend.detail
+    # torch first: it must load its CUDA libraries before anything here asks the driver.
     try:
         torch = require("torch", "--device cuda")
     except UserError as error:
-        return str(error)
+        torch, no_torch = None, str(error)
+    backend = {b.name: b for b in flash_kda.backends()}.get("cuda-sm90")
+    if backend is None or not backend.available:
+        return "no CUDA backend" if backend is None else backend.detail
+    if torch is None:
+        return no_torch
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no CUDA device"
     return None

@@ -76,7 +76,9 @@ def check(
       say: told the name of each case as it starts, for a progress display.
 
     Raises:
-      ValueError: no such input. An exception of the checked call becomes a row that is not ok.
+      ValueError: no such input. An exception of the checked call becomes a row that is not ok,
+        unless a GPU backend says that it does not serve an option that is not its duty: then the
+        row is ok and not `served`.
     """
     if name not in _INPUTS:
         raise ValueError(f"name: expected one of {', '.join(NAMES)}, got {name!r}")
@@ -92,7 +94,9 @@ def check(
     try:
         _INPUTS[name].run(checker)
     except NotImplementedError as error:
-        checker.rows.append(Row(name, last, _INPUTS[name].extra, note=f"not served: {error}"))
+        checker.rows.append(
+            Row(name, last, _INPUTS[name].extra, note=f"not served: {error}", served=False)
+        )
     except Exception as error:  # every failure of the checked build belongs in the table
         checker.rows.append(Row(name, last, False, note=f"{type(error).__name__}: {error}"))
     return checker.rows

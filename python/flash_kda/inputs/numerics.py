@@ -53,7 +53,10 @@ def _identical_keys(c: Checker, tokens: int, keys: Array) -> Problem:
 
 
 def t1(c: Checker) -> None:
-    """Every key the same row under full writes and almost no decay; then nearly the same."""
+    """Every key the same row under full writes and almost no decay; then nearly the same.
+
+    Nearly parallel keys: the CUDA backend is known to miss the bound of out (KNOWN_SHORTFALLS).
+    """
     tokens = c.tokens(16384, 2048)
     rng = c.rng()
     row = rng.standard_normal(128)
@@ -181,5 +184,7 @@ def strengths(c: Checker) -> None:
     """Beta as a probability at its ends, and doubled."""
     p = ordinary(c.rng(), Shape(2, c.tokens(2048, 300)), gate_dtype=FP32, g=(-3, 2), state_in=FP32)
     ends = np.resize(np.array([0, 1, 1 - 1e-4, 0.5, 1e-6], np.float32), p.beta.shape)
+    if c.device != "cpu":  # the gate is not what this is about; beta stays fp32
+        p = p.but(g=p.g.astype(BF16))
     c.accuracy("probabilities", p.but(beta=ends, beta_kind="probability"))
     c.accuracy("doubled logits", p.but(beta_kind="doubled_logit"))

@@ -101,14 +101,27 @@ def _isolated(
     c.expect(case, kept, "all others bitwise as in the clean run")
 
 
+# Chunk of the CUDA kernels, counted from each sequence's start.
+_CUDA_CHUNK = 32
+
+
 def t16(c: Checker) -> None:
-    """One go against pieces with a carried fp32 state, on and off the borders of any chunk."""
+    """One go against pieces with a carried fp32 state, on and off the borders of any chunk.
+
+    On a GPU, pieces cut at multiples of its chunk are bitwise as one go. Cut elsewhere, their
+    chunks have other borders than those of one go, so operands round to bf16 differently: two right
+    answers lie up to 1e-2 apart there (2e-3 on the CPU, which computes in fp32), and the pieces are
+    held to the oracle as one go is.
+    """
     tokens = c.tokens(32768, 2048)
     p = ordinary(c.rng(), Shape(4, tokens), g=(-6, 1), beta=(-2, 1), state_in=FP32)
     whole = c.run(p)
     expected = c.accuracy("one go", p, result=whole)
     quarter = tokens // 4
-    for cuts in ([quarter, 2 * quarter, 3 * quarter], [37], [tokens // 4 - 1]):
+    places = [[quarter, 2 * quarter, 3 * quarter], [37], [tokens // 4 - 1]]
+    if c.device != "cpu":
+        places += [[_CUDA_CHUNK], [3 * _CUDA_CHUNK, 33 * _CUDA_CHUNK]]
+    for cuts in places:
         case = f"pieces at {', '.join(map(str, cuts))}"
         pieces = in_pieces(c, p, cuts)
         c.accuracy(case, p, expected=expected, result=pieces)
@@ -118,7 +131,13 @@ def t16(c: Checker) -> None:
         apart.append(relative_rms(pieces.final, whole.final, (0, 2, 3)).max())
         exact = same_bits(pieces.out, whole.out) and same_bits(pieces.final, whole.final)
         note = "bitwise as in one go" if exact else f"differs from one go by {max(apart):.1e}"
-        c.expect(case, max(apart) <= 2e-3, note)
+        if c.device == "cpu":
+            held = max(apart) <= 2e-3
+        elif all(cut % _CUDA_CHUNK == 0 for cut in cuts):
+            held = exact
+        else:
+            held = max(apart) <= 1e-2
+        c.expect(case, held, note)
 
 
 def in_pieces(c: Checker, p: Problem, cuts: list[int]) -> Result:
@@ -135,7 +154,13 @@ def in_pieces(c: Checker, p: Problem, cuts: list[int]) -> Result:
 
 
 def t18(c: Checker) -> None:
-    """Far from symmetric states at three scales: a transposed reading is off by order one."""
+    """Far from symmetric states at three scales: a transposed reading is off by order one.
+
+    The error of out is relative to the state's scale: its RMS over a sequence and head is divided
+    by the larger of the RMS of out and of scale * S q, what the initial state S would give as out
+    undecayed (state scale times what a unit state would give). Reads of a large state that decays
+    leave an out which is small beside the terms it comes from. Errors of states are as elsewhere.
+    """
     rng = c.rng()
     base = ordinary(rng, Shape(4, 64, batch=3))
     key = np.zeros(128)
@@ -148,7 +173,7 @@ def t18(c: Checker) -> None:
         state = (a * b * scale).astype(BF16)
         for given, wanted in ((FP32, FP32), (BF16, FP32), (FP32, BF16), (BF16, BF16)):
             p = base.but(initial_state=state.astype(given), final_dtype=wanted)
-            c.accuracy(f"scale {scale}, {given.name} in, {wanted.name} out", p)
+            c.accuracy(f"scale {scale}, {given.name} in, {wanted.name} out", p, by_state=True)
     narrow = ordinary(rng, Shape(2, lengths=(70, 64), key_dim=96, value_dim=48), state_in=FP32)
     if c.device == "cpu":
         c.accuracy("K 96, V 48", narrow)
