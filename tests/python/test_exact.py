@@ -32,10 +32,10 @@ torch = pytest.importorskip("torch")
 from exact.generate import Exact, Spec, generate, representable  # noqa: E402
 from exact.references import by_chunk, by_token  # noqa: E402
 
-pytestmark = pytest.mark.skip_if_not_served
-
 MIXED = (1300, 547, 2048, 963, 271, 3063)
 GATES = ("lower_bound", "softplus", "log_decay")
+_optional = pytest.mark.skip_if_not_served  # a GPU has to serve the bounded gate alone
+GATES_TO_SERVE = [g if g == "lower_bound" else pytest.param(g, marks=_optional) for g in GATES]
 BETAS = ("logit", "doubled_logit", "probability")
 STATES: dict[str, dict[str, Any]] = {
     "none": {"state_in": None, "state_out": None},
@@ -106,8 +106,8 @@ def check_references(case: Exact, heads: list[int], *, both: bool) -> None:
         agree(final, case.final[:, heads], f"{case.spec.name}: {name} state")
 
 
-def served(spec: Spec, device: str) -> bool:
-    """Whether the device has kernels for the case; if not, the call must say so."""
+def has_to_serve(spec: Spec, device: str) -> bool:
+    """Whether the device must have kernels for the case; if not, the call may say so."""
     return device == "cpu" or (spec.gate == "lower_bound" and spec.gate_dtype == BF16)
 
 
@@ -119,20 +119,15 @@ def run_case(
     Returns the reason if a GPU does not serve the case, else None.
     """
     case = generate(spec)
-    if not served(spec, device):
-        with pytest.raises(NotImplementedError):
-            package(case.problem, device)
-        counts[f"refused by {device}"] += 1
-        return
     store = [t for t in (spec.state_in, spec.state_out) if t is not None]
     assert representable(case.out, spec.dtype)
     assert all(representable(case.final, t) for t in store)
     try:
         result = package(case.problem, device)
     except NotImplementedError as error:
-        if not not_served(error, device):
+        if has_to_serve(spec, device) or not not_served(error, device):
             raise
-        counts[f"NOT served on {device}"] += 1
+        counts[f"refused by {device}"] += 1
         return str(error)
     check_result(case, result)
     if device == "cpu":  # the references run there anyway: once is enough
@@ -198,10 +193,8 @@ def test_state_modes(device: str, mode: str, gate: str, exact_cases: Counter[str
 
 
 @pytest.mark.parametrize("state", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("gate", GATES)
-def test_in_place(
-    device: str, gate: str, state: np.dtype[Any], exact_cases: Counter[str]
-) -> None:
+@pytest.mark.parametrize("gate", GATES_TO_SERVE)
+def test_in_place(device: str, gate: str, state: np.dtype[Any], exact_cases: Counter[str]) -> None:
     for seed, value_heads in product(range(2), (2, 4)):
         spec = Spec("in place", lengths=(130, 0, 64, 31), state_in=state, state_out=state)
         case = generate(spec.but(seed=seed, gate=gate, value_heads=value_heads))
@@ -209,6 +202,7 @@ def test_in_place(
         exact_cases[f"core on {device}"] += 1
 
 
+@_optional
 @pytest.mark.parametrize("state", [FP32, BF16], ids=["fp32", "bf16"])
 def test_pools_and_checkpoints(
     device: str, state: np.dtype[Any], exact_cases: Counter[str]
@@ -220,11 +214,6 @@ def test_pools_and_checkpoints(
         gate = GATES[seed % 3] if device == "cpu" else "lower_bound"
         case = generate(spec.but(seed=seed, gate=gate))
         p = case.problem
-        check_result(case, package(p, device, in_place=True))
-        if device != "cpu":  # no pools and no checkpoints there yet
-            exact_cases[f"core on {device}"] += 1
-            continue
-
         rng = np.random.default_rng(seed)
         slots = rng.permutation(9)[:4]
         pool = np.full((9, *p.initial_state.shape[1:]), np.nan, state)  # read nowhere else

@@ -18,6 +18,7 @@ from flash_kda.reference import recurrent_kda
 
 Bounds = tuple[float, float]  # relative RMS of out and of the state
 Oracle = tuple[Array, Array]
+_Marks = tuple[str, bool, str]
 
 ORDINARY: Bounds = (5e-3, 5e-3)
 STRESS: Bounds = (1e-2, 1e-2)
@@ -78,9 +79,7 @@ _NOT_SERVED = "not served by the CUDA kernels"
 
 def not_served(error: BaseException, device: str) -> bool:
     """Whether a GPU backend says that it does not offer what was asked for."""
-    return (
-        device != "cpu" and isinstance(error, NotImplementedError) and _NOT_SERVED in str(error)
-    )
+    return device != "cpu" and isinstance(error, NotImplementedError) and _NOT_SERVED in str(error)
 
 
 def _optional(problem: Problem) -> bool:
@@ -191,9 +190,7 @@ class Checker:
         except NotImplementedError as error:
             if not (not_served(error, self.device) and _optional(problem)):
                 raise
-            self.rows.append(
-                Row(self.input, case, True, note=f"not served: {error}", served=False)
-            )
+            self.rows.append(Row(self.input, case, True, note=f"not served: {error}", served=False))
             return oracle(problem, wanted) if expected is None else expected
         o, final = oracle(problem, wanted) if expected is None else expected
         cu = problem.cu_seqlens
@@ -229,7 +226,7 @@ class Checker:
                     bounds[0],
                     None if state is None else bounds[1],
                     e.units,
-                    **self._known(case, e, good, good_but_out),
+                    *self._known(case, e, good, good_but_out),
                 )
             )
         end = problem.v.shape[1] if cu is None else int(cu[-1])
@@ -239,28 +236,16 @@ class Checker:
             )
         return o, final
 
-    def optional(self, case: str, problem: Problem, bounds: Bounds = STRESS) -> None:
-        """`accuracy` of a call that a GPU need not serve: NotImplementedError is an answer."""
-        try:
-            result = self.run(problem)
-        except NotImplementedError as error:
-            if self.device == "cpu":
-                raise
-            self.say(case)
-            self.expect(case, True, f"not served: {error}")
-            return
-        self.accuracy(case, problem, bounds, result=result)
-
-    def _known(self, case: str, e: HeadError, good: bool, good_but_out: bool) -> dict[str, str]:
-        """Marks of a row that the CUDA backend is known to miss."""
+    def _known(self, case: str, e: HeadError, good: bool, good_but_out: bool) -> _Marks:
+        """Marks of a row that the CUDA backend is known to miss: note, served, known."""
         figure = KNOWN_SHORTFALLS.get((self.input, case))
         if figure is None or self.device == "cpu":
-            return {}
+            return "", True, ""
         if good:
-            return {"note": f"within its bound, which it was known to miss ({figure:.2e})"}
+            return f"within its bound, which it was known to miss ({figure:.2e})", True, ""
         if good_but_out and e.rms <= _KNOWN_SLACK * figure:
-            return {"known": f"known shortfall of the CUDA backend: out {figure:.2e} measured"}
-        return {}
+            return "", True, f"known shortfall of the CUDA backend: out {figure:.2e} measured"
+        return "", True, ""
 
     def expect(self, case: str, holds: bool, note: str) -> None:
         """A property that either holds or not."""

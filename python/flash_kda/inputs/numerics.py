@@ -29,7 +29,7 @@ def ordinary_inputs(c: Checker) -> None:
         p = ordinary(c.rng(), Shape(4, lengths=lengths), state_in=state, state_out=state)
         c.accuracy(f"packed, {state.name} states", p, ORDINARY, heads=(0, 3))
     p = ordinary(c.rng(1), Shape(2, c.tokens(1024, 256), batch=4), gate_dtype=FP32, state_in=FP32)
-    c.optional("batch, fp32 gate and beta", p, ORDINARY)
+    c.accuracy("batch, fp32 gate and beta", p, ORDINARY)
     c.accuracy("batch, fp32 beta", p.but(g=p.g.astype(BF16)), ORDINARY)
     if c.device == "cpu":
         for dtype in (FP16, FP32):
@@ -132,7 +132,7 @@ def t6(c: Checker) -> None:
     c.accuracy(
         "doubled beta", p.but(beta_kind="doubled_logit", g=np.full_like(g, 50)), heads=(2, 3)
     )
-    c.optional("softplus", p.but(gate="softplus"))
+    c.accuracy("softplus", p.but(gate="softplus"))
 
 
 def t7(c: Checker) -> None:

@@ -13,7 +13,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 _SERVE = "from flash_kda.inputs.workers import serve; serve()"
 _MOST = 8
@@ -96,18 +96,23 @@ def call_each(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) ->
             worker = _idle.pop() if _idle else _Worker()
             worker.send((function, call))
             taken.append(worker)
-    except OSError:
+    except OSError:  # none can be started, or one ended while it waited
         pass
     results = [function(*calls[0])]
     for worker, call in zip(taken, calls[1:], strict=False):
-        try:
-            results.append(worker.receive())
-            _idle.append(worker)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            worker.close()
-            results.append(function(*call))
+        results.append(_answer(worker, function, call))
     results += [function(*call) for call in calls[1 + len(taken) :]]
-    return cast("list[Any]", results)
+    return results
+
+
+def _answer(worker: _Worker, function: Callable[..., Any], call: tuple[Any, ...]) -> Any:
+    try:
+        result = worker.receive()
+    except (EOFError, pickle.UnpicklingError):  # it is gone
+        worker.close()
+        return function(*call)
+    _idle.append(worker)
+    return result
 
 
 @atexit.register
