@@ -48,6 +48,31 @@ def test_a_failure_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "FAILED" in result.output
 
 
+def test_known_shortfalls_and_what_is_not_served_are_counted_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    good = inputs.Row("T1", "one row", True, 0, 0, 1e-3, 1e-3, 1e-2, 1e-2, 0.5)
+    over = inputs.Row("T1", "near", False, 0, 0, 1.3e-2, 1e-3, 1e-2, 1e-2, 0.5, known="known: why")
+    refused = inputs.Row("T1", "softplus", True, note="not served: a gate", served=False)
+    rows = [good, over, refused]
+    monkeypatch.setattr(inputs, "check", lambda *args, **more: rows)
+    result = call("check", "T1", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "known shortfall T1, near, sequence 0 head 0 1.30e-02 / 0.01" in result.output
+    assert "not served T1, softplus: not served: a gate" in result.output
+    last = result.output.strip().splitlines()[-1]
+    assert "all others within bounds, 1 outside their bounds" in last
+    assert "1 not served" in last
+    record = call_json("check", "T1", "--device", "cpu")
+    assert record["ok"]
+    assert record["known_shortfalls"] == record["not_served"] == 1
+
+    rows.append(inputs.Row("T1", "other", False, 0, 0, 2e-2, 1e-3, 1e-2, 1e-2, 0.5))
+    result = call("check", "T1", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "1 OUTSIDE their bounds or not run, 1 outside" in result.output.strip().splitlines()[-1]
+
+
 def test_list_names_every_input() -> None:
     result = call("check", "--list")
     assert result.exit_code == 0

@@ -40,12 +40,11 @@ class _Worker:
         pickle.dump(call, self._process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
         self._process.stdin.flush()
 
-    def receive(self) -> Any:
+    def receive(self) -> tuple[Exception | None, Any]:
+        """What the call raised, and what it returned."""
         assert self._process.stdout is not None
         error, result = pickle.load(self._process.stdout)
-        if error is not None:
-            raise error
-        return result
+        return error, result
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -107,11 +106,13 @@ def call_each(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) ->
 
 def _answer(worker: _Worker, function: Callable[..., Any], call: tuple[Any, ...]) -> Any:
     try:
-        result = worker.receive()
+        error, result = worker.receive()
     except (EOFError, pickle.UnpicklingError):  # it is gone
         worker.close()
         return function(*call)
     _idle.append(worker)
+    if error is not None:
+        raise error
     return result
 
 
