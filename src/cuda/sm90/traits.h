@@ -20,7 +20,6 @@ constexpr int kWarpgroup = 128;
 constexpr int kStages = 6;
 constexpr int kTableSlots = 8;     // per-chunk tables and descriptors; a power of two above kStages
 constexpr int kSolutionSlots = 4;  // chunks of M and X
-constexpr int kValueSlots = 3;     // chunks of V, which become O
 
 constexpr int kSolverWarps = 3;  // warps of the solve role; they take every third chunk
 constexpr int kStopChunks = 3;   // end marks in the stream: one for each solver warp
@@ -63,6 +62,8 @@ constexpr int kDescriptorBytes = 16;
 // Number of state warpgroups = V columns of the block / 64.
 template <int kStateGroups>
 struct SharedLayout {
+  // Chunks of V, which become O. Two state groups have no room for a fourth.
+  static constexpr int kValueSlots = kStateGroups == 2 ? 3 : 4;
   static constexpr int kStageAt = 0;
   // M and X of a chunk, 64 bytes of a row each.
   static constexpr int kSolutionAt = kStageAt + kStages * kStageBytes;
