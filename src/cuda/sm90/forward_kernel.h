@@ -5,7 +5,7 @@
 // | role    | warps          | work                                                | file         |
 // |---------|----------------|-----------------------------------------------------|--------------|
 // | load    | 1              | q, k, g, V in; O out                                | load.h       |
-// | prepare | 8 or 12        | gate, running decay, norms; K1, Q1, K2; A_qk        | prepare.h    |
+// | prepare | 8              | gate, running decay, norms; K1, Q1, K2; A_qk        | prepare.h    |
 // | solve   | 3              | A_kk, the triangular inverse; X, M                  | solve.h      |
 // | state   | 4 or 8         | the recurrence; 64 V columns a warpgroup            | recurrence.h |
 //

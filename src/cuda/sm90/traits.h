@@ -103,16 +103,19 @@ static_assert(SharedLayout<2>::kBytes <= 232448, "more shared memory than a bloc
 // warp
 template <int kStateGroups>
 struct Roles {
-  static constexpr int kPrepareGroups = kStateGroups == 2 ? 2 : 3;  // they take chunks by turns
+  static constexpr int kPrepareGroups = 2;  // they take chunks by turns
+  // Who computes A_qk. With two state groups the solvers are short of registers and late; with one
+  // they have room, and the prepare role is the one that others wait for.
+  static constexpr bool kSolversScoreQueries = kStateGroups == 1;
   static constexpr int kWarpgroups = kStateGroups + kPrepareGroups + 1;
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   // Registers a thread after the roles have parted. The pool is what the launch took: all threads
   // times the most that the register file of 64 K allows each, in steps of 8. Asking for more than
   // the pool holds waits for ever.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kStateRegisters = kStateGroups == 2 ? 168 : 216;
-  static constexpr int kPrepareRegisters = kStateGroups == 2 ? 40 : 56;
-  static constexpr int kSolveRegisters = kStateGroups == 2 ? 64 : 96;
+  static constexpr int kStateRegisters = kStateGroups == 2 ? 168 : 208;
+  static constexpr int kPrepareRegisters = kStateGroups == 2 ? 40 : 96;
+  static constexpr int kSolveRegisters = kStateGroups == 2 ? 64 : 112;
   static_assert(kStateGroups * kStateRegisters + kPrepareGroups * kPrepareRegisters +
                     kSolveRegisters <=
                 kWarpgroups * kLaunchRegisters);
