@@ -3,9 +3,9 @@
     python benchmarks/cpu_vs_torch.py --rounds 5 --json benchmarks/results/cpu.json
 
 Both run in one process, by turns; the results are compared before anything is timed. torch runs on
-one thread and on as many as flash_kda, and the better counts: its threads wait for one another after
-every operation, and other work on the machine can make more of them slower than one. Memory is
-measured in a process of its own, without torch. Exit status 1: a target is missed.
+one thread and on as many as flash_kda, and the better counts: its threads wait for one another
+after every operation, and other work on the machine can make more of them slower than one. Memory
+is measured in a process of its own, without torch. Exit status 1: a target is missed.
 """
 
 from __future__ import annotations

@@ -80,6 +80,8 @@ class Head {
   void step(std::int64_t t, Shared& shared);
 
  private:
+  void fetch_ahead(std::int64_t t, int part, int parts) const;
+
   const HeadTask* task_;
   float* state_;  // [panel][pitch][kPanel]
   float* bias_;   // [pitch]
@@ -106,6 +108,35 @@ void Head::store_to(const OutputRows& to, std::int64_t offset, Shared& shared) c
   store_state(to, offset, task_->key_dim, task_->columns, shared.rows.pitch, shared.tile, state_);
 }
 
+// Brings the chunk from token t on closer: its share `part` of `parts`, by arrays.
+void Head::fetch_ahead(std::int64_t t, int part, int parts) const {
+  const HeadTask& task = *task_;
+  struct Array {
+    const std::byte* data;
+    std::int64_t stride;
+    int bytes;
+  };
+  const auto array = [](const auto& rows, int n) {
+    return Array{rows.data, rows.stride, n * bytes_of(rows.element)};
+  };
+  constexpr int kArrays = 5;
+  const Array arrays[kArrays] = {array(task.q, task.key_dim), array(task.k, task.key_dim),
+                                 array(task.g, task.key_dim), array(task.v, task.columns),
+                                 array(task.out, task.columns)};
+  const std::int64_t end = t + kChunk < task.tokens ? t + kChunk : task.tokens;
+  for (int a = kArrays * part / parts; a < kArrays * (part + 1) / parts; ++a) {
+    const Array& x = arrays[a];
+    // Rows lie in different pages. A prefetch of a page whose address is not yet translated may be
+    // dropped (and is, on Zen 4), a load is not.
+    for (std::int64_t i = t; i < end; ++i) {
+      static_cast<void>(*reinterpret_cast<const volatile char*>(x.data + i * x.stride));
+    }
+    for (std::int64_t i = t; i < end; ++i) {
+      for (int b = 0; b < x.bytes; b += 64) __builtin_prefetch(x.data + i * x.stride + b);
+    }
+  }
+}
+
 void Head::step(std::int64_t t, Shared& shared) {
   const HeadTask& task = *task_;
   const int pitch = shared.rows.pitch;
@@ -119,11 +150,14 @@ void Head::step(std::int64_t t, Shared& shared) {
   for (int i = 0; i < chunks; ++i) {
     prepare(task, bias_, t + i * kChunk, length(i), shared.rows, shared.chunks[i]);
   }
+  const int panels = round_up(task.columns, kPanel) / kPanel;
   for (int first = 0; first < task.columns; first += kPanel) {
     float* panel = state_ + static_cast<std::ptrdiff_t>(first) * pitch;
     for (int i = 0; i < chunks; ++i) {
       const Chunk& chunk = shared.chunks[i];
       const int n = length(i);
+      // A little in each turn: the processor can wait for few lines at a time.
+      fetch_ahead(t + kGroupTokens + i * kChunk, first / kPanel, panels);
       read_state(chunk.read, n, pitch, panel, task.key_dim, shared.said);
       read_state(chunk.read + kChunk * pitch, n, pitch, panel, task.key_dim,
                  shared.said + kChunk * kPanel);
