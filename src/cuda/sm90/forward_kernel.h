@@ -5,7 +5,7 @@
 // | role    | warps          | work                                                | file         |
 // |---------|----------------|-----------------------------------------------------|--------------|
 // | load    | 1              | q, k, g, V in; O out                                | load.h       |
-// | prepare | 8              | gate, running decay, norms; K1, Q1, K2; A_qk        | prepare.h    |
+// | prepare | 8 or 12        | gate, running decay, norms; K1, Q1, K2; A_qk        | prepare.h    |
 // | solve   | 3              | A_kk, the triangular inverse; X, M                  | solve.h      |
 // | state   | 4 or 8         | the recurrence; 64 V columns a warpgroup            | recurrence.h |
 //
@@ -15,7 +15,7 @@
 //
 // Barriers, per stage n % 6 of chunk n:
 //   loaded -> prepared -> solved -> released -> loaded again, by chunk n + 6
-// and per value slot:
+// and per value slot n % 3:
 //   value loaded -> output ready -> stored, then loaded again
 //
 // Shared memory with two state groups, KiB: stages 144, M and X 16, A_qk 24, V and O 24, tables and
@@ -46,7 +46,7 @@ FLASH_KDA_DEVICE void initialize_shared(SharedAddress base, int thread) {
       barrier_init(base + Layout::kReleased + 8 * i, kStateGroups * kWarpgroup / kWarp);
     }
     for (int i = 0; i < kSolverWarps; ++i) barrier_init(base + Layout::kReloaded + 8 * i, 1);
-    for (int i = 0; i < kStateGroups * Layout::kValueSlots; ++i) {
+    for (int i = 0; i < kStateGroups * kValueSlots; ++i) {
       barrier_init(base + Layout::kValueLoaded + 8 * i, 1);
       barrier_init(base + Layout::kOutputReady + 8 * i, kWarpgroup / kWarp);
     }

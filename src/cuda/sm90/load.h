@@ -1,17 +1,19 @@
 // Load role: one warp moves everything between global and shared memory.
 //
 //   q, k, g of chunk n       -> stage n % 6, as soon as chunk n - 6 is released
-//   O of chunk n - 6         <- value slot (n - 6) % s, written by the state role in V's place
-//   V of chunk n - 6 + s     -> the same slot, once that store has read it
+//   O of chunk n - 6         <- value slot (n - 6) % 3, written by the state role in V's place
+//   V of chunk n - 3         -> the same slot, once that store has read it
 //
-// with s value slots. The last, partial chunk of a sequence is loaded whole (rows past the end are
-// masked by their readers; past the array they read as zero) but stored row by row, so that nothing
-// past the sequence is written.
+// The last, partial chunk of a sequence is loaded whole (rows past the end are masked by their
+// readers; past the array they read as zero) but stored row by row, so that nothing past the
+// sequence is written.
 #pragma once
 
 #include "cuda/sm90/stream.h"
 
 namespace flash_kda::sm90 {
+
+constexpr int kValueLag = kStages - kValueSlots;  // V is loaded this many chunks after q, k, g
 
 // Six boxes of a chunk: g of a value head, k and q of its key head, by halves of channels.
 FLASH_KDA_DEVICE void load_chunk(const TensorMaps& maps, SharedAddress stage, SharedAddress barrier,
@@ -30,9 +32,6 @@ template <int kStateGroups>
 struct LoadRole {
   using Layout = SharedLayout<kStateGroups>;
   static constexpr int kValueBlocks = kValueDim / (kStateGroups * kGroupValues);
-  static constexpr int kValueSlots = Layout::kValueSlots;
-  static constexpr int kValueLag =
-      kStages - kValueSlots;  // V is loaded this many chunks after q, k, g
 
   const ForwardParams& params;
   const TensorMaps& maps;

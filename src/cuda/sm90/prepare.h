@@ -11,7 +11,7 @@
 // A chunk is the work of four warps: 16 rows (above or below the middle) x 64 channels each; a lane
 // owns two channels and walks away from the middle, so the running sum starts at zero and is exact
 // there. When the four are done, three of them compute A_qk, which needs nothing but their
-// products (with one state group the solver does).
+// products.
 //
 // The writes need a proxy fence before wgmma reads them; it is the solve role's, on the path from
 // here to there. Rounding: gate, sum and exponentials in fp32; K1, Q1, K2 to bf16, A_qk to two.
@@ -67,7 +67,6 @@ template <int kStateGroups>
 struct PrepareRole {
   using Layout = SharedLayout<kStateGroups>;
   static constexpr int kValueBlocks = kValueDim / (kStateGroups * kGroupValues);
-  static constexpr int kScoreParts = 3;  // of A_qk, each for a warp
   static constexpr int kRowsAtOnce = kStateGroups == 2 ? 2 : 4;
 
   const ForwardParams& params;
@@ -275,10 +274,8 @@ struct PrepareRole {
         } else {
           write_products<false, RowKind::kMasked>(stage, gate, d.rows(), 0, at.table());
         }
-        if constexpr (!Roles<kStateGroups>::kSolversScoreQueries) {
-          sync_named(1 + group, kWarpgroup);
-          if (warp < kScoreParts) query_scores(stage, at.stage);
-        }
+        sync_named(1 + group, kWarpgroup);
+        if (warp < 3) query_scores(stage, at.stage);
       }
       sync_warp();
       if (lane == 0) barrier_arrive(base + Layout::kPrepared + 8 * at.stage);

@@ -23,7 +23,6 @@ template <int kStateGroups>
 struct StateRole {
   using Layout = SharedLayout<kStateGroups>;
   static constexpr int kValueBlocks = kValueDim / (kStateGroups * kGroupValues);
-  static constexpr int kValueSlots = Layout::kValueSlots;
 
   const ForwardParams& params;
   SharedAddress base;

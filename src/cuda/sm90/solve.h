@@ -271,13 +271,6 @@ struct SolveRole {
     });
   }
 
-  FLASH_KDA_DEVICE void write_query_scores(SharedAddress stage, int stage_index) const {
-    using Prepare = PrepareRole<kStateGroups>;
-    for (int part = 0; part < Prepare::kScoreParts; ++part) {
-      Prepare{params, base, 0, part, lane}.query_scores(stage, stage_index);
-    }
-  }
-
   FLASH_KDA_DEVICE void solve_chunk(const ChunkDescriptor& d, const StreamPosition& at,
                                     int& reload_parity) const {
     const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
@@ -301,7 +294,6 @@ struct SolveRole {
       score_blocks(stage, c);
     }
     write_solution(c, shifts, strength(beta, d.rows()), solution, at);
-    if constexpr (Roles<kStateGroups>::kSolversScoreQueries) write_query_scores(stage, at.stage);
   }
 
   // ---- rows of extreme norm ----
@@ -351,7 +343,9 @@ struct SolveRole {
                                                                 at.table());
     }
     sync_warp();
-    write_query_scores(stage, at.stage);
+    for (int part = 0; part < 3; ++part) {
+      PrepareRole<kStateGroups>{params, base, 0, part, lane}.query_scores(stage, at.stage);
+    }
   }
 
   // From the middle of the chunk before to the middle of this one, times 2^96.

@@ -20,6 +20,7 @@ constexpr int kWarpgroup = 128;
 constexpr int kStages = 6;
 constexpr int kTableSlots = 8;     // per-chunk tables and descriptors; a power of two above kStages
 constexpr int kSolutionSlots = 4;  // chunks of M and X
+constexpr int kValueSlots = 3;     // chunks of V, which become O
 
 constexpr int kSolverWarps = 3;  // warps of the solve role; they take every third chunk
 constexpr int kStopChunks = 3;   // end marks in the stream: one for each solver warp
@@ -62,8 +63,6 @@ constexpr int kDescriptorBytes = 16;
 // Number of state warpgroups = V columns of the block / 64.
 template <int kStateGroups>
 struct SharedLayout {
-  // Chunks of V, which become O. Two state groups have no room for a fourth.
-  static constexpr int kValueSlots = kStateGroups == 2 ? 3 : 4;
   static constexpr int kStageAt = 0;
   // M and X of a chunk, 64 bytes of a row each.
   static constexpr int kSolutionAt = kStageAt + kStages * kStageBytes;
@@ -103,19 +102,16 @@ static_assert(SharedLayout<2>::kBytes <= 232448, "more shared memory than a bloc
 // warp
 template <int kStateGroups>
 struct Roles {
-  static constexpr int kPrepareGroups = 2;  // they take chunks by turns
-  // Who computes A_qk. With two state groups the solvers are short of registers and late; with one
-  // they have room, and the prepare role is the one that others wait for.
-  static constexpr bool kSolversScoreQueries = kStateGroups == 1;
+  static constexpr int kPrepareGroups = kStateGroups == 2 ? 2 : 3;  // they take chunks by turns
   static constexpr int kWarpgroups = kStateGroups + kPrepareGroups + 1;
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
   // Registers a thread after the roles have parted. The pool is what the launch took: all threads
   // times the most that the register file of 64 K allows each, in steps of 8. Asking for more than
   // the pool holds waits for ever.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kStateRegisters = kStateGroups == 2 ? 168 : 208;
-  static constexpr int kPrepareRegisters = kStateGroups == 2 ? 40 : 96;
-  static constexpr int kSolveRegisters = kStateGroups == 2 ? 64 : 112;
+  static constexpr int kStateRegisters = kStateGroups == 2 ? 168 : 216;
+  static constexpr int kPrepareRegisters = kStateGroups == 2 ? 40 : 56;
+  static constexpr int kSolveRegisters = kStateGroups == 2 ? 64 : 96;
   static_assert(kStateGroups * kStateRegisters + kPrepareGroups * kPrepareRegisters +
                     kSolveRegisters <=
                 kWarpgroups * kLaunchRegisters);
