@@ -184,13 +184,13 @@ def test_a_known_shortfall_is_no_failure_until_it_grows(factor: float, fails: bo
     assert {r.case for r in on_cpu if r.failed} >= {"cosine 0.95", "cosine 0.99", "positive keys"}
 
 
-def test_pieces_at_chunk_borders_of_a_gpu_are_bitwise() -> None:
-    """Pieces that differ in one bit fail at a border of chunks and pass elsewhere."""
+def test_pieces_at_chunk_borders_of_a_gpu_are_held_closer() -> None:
+    """Pieces whose state is off by 3e-3 fail at a border of chunks and pass elsewhere."""
 
     def wobbling(p: Problem) -> Result:
         result = package(p)
         if p.v.shape[1] < 2048:
-            result.final[0, 0, 0, 0] += np.float32(1e-6)
+            result.final *= np.float32(1.003)
         return result
 
     rows = inputs.check("T16", "cuda", quick=True, forward=wobbling)
