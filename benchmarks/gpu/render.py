@@ -46,6 +46,12 @@ def _label(provider: str) -> str:
     return PROVIDER_NAMES.get(provider, provider)
 
 
+def _spread(row: Row) -> str:
+    if row["p20_ms"] is None or row["p80_ms"] is None:
+        return "not kept"
+    return f"{row['p20_ms']:.3f} to {row['p80_ms']:.3f}"
+
+
 def _cases(record: Record, method: str) -> dict[str, dict[str, Row]]:
     """Rows of one method by case and provider, in the order of the case list."""
     found: dict[str, dict[str, Row]] = {}
@@ -69,7 +75,7 @@ def speed_table(record: Record) -> str:
         line = [f"`{case}`", "-", "-", "-"]
         if own:
             bandwidth = cases.CASES[case].least_bytes / own["median_ms"] * 1e-9
-            spread = f"{own['p20_ms']:.3f} to {own['p80_ms']:.3f}"
+            spread = _spread(own)
             line[1:] = [f"{own['median_ms']:.3f}", spread, f"{bandwidth:.2f}"]
         for name in others:
             row = of_case.get(name)
@@ -113,11 +119,12 @@ def accuracy_table(record: Record) -> str:
 def source_line(record: Record) -> str:
     """Where the figures come from, and whether the kernels have changed since."""
     same = record["kernel_digest"] == kernel_digest()
-    return (
+    text = (
         f"{record['gpu']}, driver {record['driver']}, CUDA {record['cuda']}, torch"
         f" {record['torch']}, commit `{record['commit'][:12]}`, kernels"
         f" `{record['kernel_digest'][:12]}`{'' if same else ' (changed since)'}."
     )
+    return f"{text}\n\n{record['note']}" if record.get("note") else text
 
 
 def sections(record: Record) -> dict[str, str]:
