@@ -250,6 +250,41 @@ TEST(CpuIsolation, EmptySequencesKeepEveryBit) {
   }
 }
 
+// fp32 to bf16 over random bits: nearest, ties to even, and every NaN stays one, whatever its
+// payload.
+TEST(CpuIsolation, NarrowedStatesAreRoundedOnce) {
+  CaseSpec spec;
+  spec.lengths = {0};
+  spec.keys = 256;
+  spec.values = 256;
+  spec.final = DType::kBFloat16;
+  Case c(spec);
+  Random random(5);
+  auto* const bits = static_cast<std::uint32_t*>(c.args.initial_state.data);
+  for (std::int64_t i = 0; i < 65536; ++i) {
+    bits[i] = static_cast<std::uint32_t>(random.bits());
+    if (i % 16 == 0) bits[i] = bits[i] << 16 | 0x8000U;  // a tie
+    if (i % 16 == 1) bits[i] |= 0x7F800000U;             // NaN
+    if (i % 64 == 2) bits[i] = 0xFFFFFFFFU;              // NaN that rounding would carry into zero
+    if (i % 64 == 3) bits[i] = 0x7F800001U;              // NaN that cutting would make infinite
+    if (i % 64 == 4) bits[i] = 0x7F7FFFFFU;              // rounds up to infinity
+  }
+  for (const cpu::Kernels* kernels : cpu::usable_kernels()) {
+    SCOPED_TRACE(kernels->name);
+    run(c, *kernels, 1);
+    const auto* const narrow = static_cast<const std::uint16_t*>(c.args.final_state.data);
+    for (std::int64_t i = 0; i < 65536; ++i) {
+      float wide;
+      std::memcpy(&wide, bits + i, sizeof(wide));
+      if (std::isnan(wide)) {
+        ASSERT_TRUE(std::isnan(from_bf16_bits(narrow[i]))) << std::hex << bits[i];
+      } else {
+        ASSERT_EQ(narrow[i], to_bf16_bits(wide)) << std::hex << bits[i];
+      }
+    }
+  }
+}
+
 // 96 tokens in one go, and as 32 + 64 with the fp32 state carried over, are the same bits (T16).
 TEST(CpuIsolation, PiecesOnChunkBordersAreTheSameBits) {
   CaseSpec whole;
