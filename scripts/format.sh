@@ -13,6 +13,6 @@ if ! command -v clang-format >/dev/null; then
   exit 1
 fi
 
-mapfile -d '' files < <(git ls-files -z -- '*.h' '*.cpp' '*.inl' '*.cu' '*.cuh' ':!:.proto')
+mapfile -d '' files < <(git ls-files -z -- '*.h' '*.cpp' '*.inl' '*.cu' '*.cuh')
 clang-format "${mode[@]}" "${files[@]}"
 echo "clang-format: ${#files[@]} files"
