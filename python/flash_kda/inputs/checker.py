@@ -69,9 +69,7 @@ class Row:
 # are bf16 within a chunk, and out is far smaller than the terms that cancel in it. A row within
 # `_KNOWN_SLACK` of its figure is shown as a known shortfall; anything worse is a failure.
 KNOWN_SHORTFALLS: dict[tuple[str, str], float] = {
-    ("T1", "cosine 0.95"): 1.33e-2,
-    ("T1", "cosine 0.99"): 1.73e-2,
-    ("T1", "positive keys"): 1.05e-2,
+    ("T1", "cosine 0.99"): 1.26e-2,
 }
 _KNOWN_SLACK = 1.25
 _NOT_SERVED = "not served by the CUDA kernels"

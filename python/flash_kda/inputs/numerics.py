@@ -55,7 +55,7 @@ def _identical_keys(c: Checker, tokens: int, keys: Array) -> Problem:
 def t1(c: Checker) -> None:
     """Every key the same row under full writes and almost no decay; then nearly the same.
 
-    Nearly parallel keys: the CUDA backend is known to miss the bound of out (KNOWN_SHORTFALLS).
+    Keys of cosine 0.99: the CUDA backend is known to miss the bound of out (KNOWN_SHORTFALLS).
     """
     tokens = c.tokens(16384, 2048)
     rng = c.rng()
