@@ -24,6 +24,21 @@ def _compiling() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
+def _widened(A_log: Any, dt_bias: Any) -> tuple[Any, Any] | None:
+    """Both in fp32 (exact) where one is a torch tensor of 2-byte floats, else None.
+
+    `model.to(torch.bfloat16)` casts a layer's own parameters too.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    narrow = (torch.bfloat16, torch.float16)
+    found = [isinstance(x, torch.Tensor) and x.dtype in narrow for x in (A_log, dt_bias)]
+    if not any(found):
+        return None
+    return A_log.float() if found[0] else A_log, dt_bias.float() if found[1] else dt_bias
+
+
 def _dispatch(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     from flash_kda import _torch
 
@@ -60,8 +75,9 @@ def fwd(
         beta: Logits of the writing strength [B, T, HV], bfloat16 or float32.
         scale: Factor of the output; None: `K ** -0.5`.
         out: Outputs [B, T, HV, V], as `q`; written, but for rows at or past `cu_seqlens[-1]`.
-        A_log: HV elements, float32; None: its exponential is 1.
-        dt_bias: [HV, K] or [HV * K], float32; None: zeros.
+        A_log: HV elements, float32 (torch: 2-byte floats too, which are widened first); None: its
+            exponential is 1.
+        dt_bias: [HV, K] or [HV * K], likewise; None: zeros.
         lower_bound: The gate's bound, in [-5, 0]. None is an error: there is no silent default.
         initial_state: States before the first token [N, HV, V, K], bfloat16 or float32; None:
             zeros.
@@ -76,11 +92,23 @@ def fwd(
             for.
         RuntimeError: CUDA reported an error.
     """
-    if not _compiling() and _C.fwd(
-        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound,
-        initial_state, final_state, cu_seqlens,
-    ):  # fmt: skip
-        return
+    if not _compiling():
+        try:
+            if _C.fwd(
+                q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound,
+                initial_state, final_state, cu_seqlens,
+            ):  # fmt: skip
+                return
+        except ValueError:  # asked only now: the usual call pays nothing for it
+            wide = _widened(A_log, dt_bias)
+            if wide is None:
+                raise
+            fwd(
+                q, k, v, g, beta, scale, out, *wide, lower_bound,
+                initial_state, final_state, cu_seqlens,
+            )  # fmt: skip
+            return
+    A_log, dt_bias = _widened(A_log, dt_bias) or (A_log, dt_bias)
     if lower_bound is None:
         raise ValueError("lower_bound: expected a number in [-5, 0], got None")
     arrays = (
@@ -169,8 +197,9 @@ def chunk_kda(
         cp_context: Not served.
         use_graph: No effect here: a CUDA graph can capture any call.
         max_num_seqs: No effect here.
-        A_log: HV elements, float32; None: its exponential is 1 (bounded gate only).
-        dt_bias: [HV, K] or [HV * K], float32; None: zeros.
+        A_log: HV elements, float32 (torch: 2-byte floats too, which are widened first); None: its
+            exponential is 1 (bounded gate only).
+        dt_bias: [HV, K] or [HV * K], likewise; None: zeros.
         chunk_size: 32 or 64. No effect here.
         transpose_state_layout: Deprecated name of `state_v_first`.
         out: Takes the outputs, [B, T, HV, V] as `q`; None: it is allocated. Rows at or past
@@ -223,6 +252,7 @@ def chunk_kda(
         pools = (initial_state_indices is not None, final_state_indices is not None)
         own = _own_layout(own, final_given, pools, compiling)
 
+    A_log, dt_bias = _widened(A_log, dt_bias) or (A_log, dt_bias)
     arrays = (
         q, k, v, g, beta, out, A_log, dt_bias, own.initial, own.final, initial_state_indices,
         final_state_indices, cu_seqlens, own.checkpoints, checkpoint_sequences,

@@ -140,8 +140,12 @@ WRONG: dict[str, tuple[Change, type[Exception], str]] = {
     "g fp16": (with_("g", lambda x: x.astype(FP16)), _V, "^g: .*float16"),
     "g integers": (with_("g", lambda x: x.astype(np.int32)), _V, "^g: .*int32"),
     "beta fp64": (with_("beta", lambda x: x.astype(np.float64)), _V, "^beta: .*float64"),
-    "A_log bf16": (with_("A_log", lambda x: x.astype(BF16)), _V, "^A_log: .*float32.*bfloat16"),
-    "dt_bias bf16": (with_("dt_bias", lambda x: x.astype(BF16)), _V, "^dt_bias: .*float32"),
+    "A_log fp64": (
+        with_("A_log", lambda x: x.astype(np.float64)),
+        _V,
+        "^A_log: .*float32.*float64",
+    ),
+    "dt_bias fp64": (with_("dt_bias", lambda x: x.astype(np.float64)), _V, "^dt_bias: .*float32"),
     "initial_state fp16": (
         with_("initial_state", lambda x: x.astype(FP16)),
         _V,
