@@ -34,7 +34,7 @@ void translate(const std::exception_ptr& error, void* /*unused*/) {
 
 // An argument that takes any object, None too: our own checks name the argument, nanobind's would
 // not.
-constexpr auto any(const char* name) { return nb::arg(name).none(); }
+auto any(const char* name) { return nb::arg(name).none(); }
 
 template <std::size_t kCount>
 std::array<handle, kCount> unpack(const char* name, const nb::tuple& tuple) {
