@@ -1,19 +1,31 @@
 """Host cost of one call, by part, on inputs so small that computing is next to nothing.
 
-    python benchmarks/host_cost.py [--json FILE]
+    python benchmarks/host_cost.py [--device cpu|cuda] [--json FILE]
 
-Each figure is the least of many rounds, each shorter than a slice of the scheduler (interference
-only ever adds). "fwd" is the whole call with T = 1, H = 1, K = V = 16, all optional arrays given;
-"plan" is the same without running; the difference is the core's checks and the CPU backend's own
-start. "fwd_empty" has T = 0. For comparison: what twelve `__dlpack__` conversions cost.
+CPU: each figure is the least of many rounds, each shorter than a slice of the scheduler
+(interference only ever adds). "fwd" is the whole call with T = 1, H = 1, K = V = 16, all optional
+arrays given; "plan" is the same without running; the difference is the core's checks and the CPU
+backend's own start. "fwd_empty" has T = 0. For comparison: what twelve `__dlpack__` conversions
+cost.
+
+CUDA: a kernel that only waits keeps the queue busy, so that the host never waits for the device and
+the device never for the host; then calls are timed by the host's clock. Rows {"call", "us",
+"least_us"}: median and least of the rounds' means. Beside `fwd` and `chunk_kda`, and what torch
+takes for one kernel: flash-linear-attention's `chunk_kda` (where fla-core is installed), which
+dispatches to `fwd`, and the same with FLA_FLASH_KDA=0, when its own kernels run. Outputs of
+`fwd` are taken beforehand; the others take their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import pathlib
 import platform
+import statistics
+import time
 import timeit
 from collections.abc import Callable
 from typing import Any
@@ -93,12 +105,123 @@ def measure(make: Callable[[int], dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Measures, prints, and writes JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=pathlib.Path)
-    options = parser.parse_args()
+# --- CUDA -----------------------------------------------------------------------------------------
 
+CUDA_HEADS, CUDA_DIM, CUDA_LENGTHS = 16, 128, (40, 24)
+CUDA_CALLS, CUDA_ROUNDS = 40, 30  # calls in a round: below the queue's length for ten kernels each
+
+
+def queued_microseconds(call: Callable[[], object]) -> dict[str, float]:
+    """Median and least over the rounds of the mean time of a call that is only queued.
+
+    Raises:
+        RuntimeError: The device had finished before the host: it was not kept busy.
+    """
+    wait = 0.02  # seconds, more than a round takes
+    for attempt in range(4):
+        means, late = [], 0
+        for _ in range(CUDA_ROUNDS):
+            torch.cuda.synchronize()
+            torch.cuda._sleep(int(wait * 2e9))  # clocks
+            begin = time.perf_counter()
+            for _ in range(CUDA_CALLS):
+                call()
+            means.append((time.perf_counter() - begin) / CUDA_CALLS * 1e6)
+            late += torch.cuda.current_stream().query()
+        torch.cuda.synchronize()
+        if late == 0:
+            return {"us": statistics.median(means), "least_us": min(means)}
+        wait *= 4 if attempt else 2
+    raise RuntimeError("the device was idle while calls were queued")
+
+
+def cuda_keywords() -> dict[str, Any]:
+    """Of fla's `chunk_kda` in its layer's way: packed, N = 2, H = HV = 16, K = V = 128, bf16."""
+    torch.manual_seed(0)
+    tokens, heads, dim = sum(CUDA_LENGTHS), CUDA_HEADS, CUDA_DIM
+
+    def normal(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.randn(*shape, dtype=dtype, device="cuda")
+
+    offsets = [0, CUDA_LENGTHS[0], tokens]
+    return {
+        **{name: normal(1, tokens, heads, dim) for name in ("q", "k", "v", "g")},
+        "beta": normal(1, tokens, heads),
+        "A_log": torch.zeros(heads, device="cuda"),
+        "dt_bias": normal(heads * dim, dtype=torch.float32),
+        "initial_state": normal(len(CUDA_LENGTHS), heads, dim, dim, dtype=torch.float32),
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "safe_gate": True,
+        "lower_bound": -5.0,
+        "state_v_first": True,
+        "cu_seqlens": torch.tensor(offsets, device="cuda"),
+    }
+
+
+def cuda_calls() -> dict[str, Callable[[], object]]:
+    """Our calls, by name."""
+    keywords = cuda_keywords()
+    q, k, v, g, beta = (keywords[name] for name in ("q", "k", "v", "g", "beta"))
+    out, final = torch.empty_like(v), torch.empty_like(keywords["initial_state"])
+    dt_bias = keywords["dt_bias"].view(CUDA_HEADS, CUDA_DIM)
+    arguments = (
+        q, k, v, g, beta, None, out, keywords["A_log"], dt_bias, -5.0, keywords["initial_state"],
+        final, keywords["cu_seqlens"],
+    )  # fmt: skip
+    return {
+        "torch: x.zero_()": torch.empty(16, device="cuda").zero_,
+        "flash_kda.fwd": lambda: flash_kda.fwd(*arguments),
+        "flash_kda.chunk_kda": lambda: flash_kda.chunk_kda(**keywords),
+    }
+
+
+def measured(name: str, call: Callable[[], object]) -> dict[str, Any]:
+    """A row; printed at once."""
+    call()
+    row = {"call": name, **queued_microseconds(call)}
+    print(f"{name:36}{row['us']:10.2f} us{row['least_us']:10.2f} us at least", flush=True)
+    return row
+
+
+def cuda_rows() -> list[dict[str, Any]]:
+    """All rows."""
+    with torch.enable_grad():
+        rows = [measured("flash_kda.fwd, grad mode on", cuda_calls()["flash_kda.fwd"])]
+    with torch.inference_mode():
+        rows += [measured(name, call) for name, call in cuda_calls().items()]
+        if importlib.util.find_spec("fla") and importlib.util.find_spec("triton"):
+            from fla.ops.kda import chunk_kda
+
+            keywords = cuda_keywords()
+            for value, name in (("1", "fla -> flash_kda"), ("0", "fla, FLA_FLASH_KDA=0")):
+                os.environ["FLA_FLASH_KDA"] = value
+                rows.append(measured(name, lambda: chunk_kda(**keywords)))
+    return rows
+
+
+def cuda_record() -> dict[str, Any]:
+    """Measures and prints the rows; what --json writes."""
+    if torch is None or not torch.cuda.is_available():
+        raise SystemExit("host_cost: --device cuda needs torch and a GPU")
+    rows = cuda_rows()
+    heads, dim = CUDA_HEADS, CUDA_DIM
+    return {
+        "unit": "us",
+        "method": f"queue kept busy; {CUDA_ROUNDS} rounds of {CUDA_CALLS} calls; packed, lengths"
+        f" {list(CUDA_LENGTHS)}, H {heads}, K V {dim}, fp32 states",
+        "gpu": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "flash_kda": flash_kda.__version__,
+        "host": rows,
+    }
+
+
+def cpu_record() -> dict[str, Any]:
+    """Measures and prints; what --json writes."""
     results = {"numpy": measure(numpy_arrays)}
     if torch is not None:
         with torch.no_grad():
@@ -113,15 +236,24 @@ def main() -> None:
     for row in results["torch, grad enabled" if torch is not None else "numpy"]:
         cells = (f"{r[row]:24.2f}" if row in r else f"{'-':>24}" for r in results.values())
         print(f"{row:24}" + "".join(cells))
+    return {
+        "unit": "us",
+        "method": "least of 300 rounds of 100 calls, T 1 H 1 K V 16",
+        "python": platform.python_version(),
+        "torch": None if torch is None else torch.__version__,
+        "flash_kda": flash_kda.__version__,
+        "results": results,
+    }
+
+
+def main() -> None:
+    """Measures, prints, and writes JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=pathlib.Path)
+    options = parser.parse_args()
+    record = cpu_record() if options.device == "cpu" else cuda_record()
     if options.json:
-        record = {
-            "unit": "us",
-            "method": "least of 300 rounds of 100 calls, T 1 H 1 K V 16",
-            "python": platform.python_version(),
-            "torch": None if torch is None else torch.__version__,
-            "flash_kda": flash_kda.__version__,
-            "results": results,
-        }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
