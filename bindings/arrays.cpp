@@ -238,12 +238,14 @@ const dlpack::Tensor& ArrayReader::export_dlpack(const char* name, nb::handle ob
                                                  const ArrayType& type, Access access) {
   nb::object capsule;
   try {
-    // JAX computes in the background, on the CPU too.
-    if (type.family == Family::kJax) object.attr("block_until_ready")();
     const auto where = nb::cast<nb::tuple>(object.attr("__dlpack_device__")());
     const Device device = device_of(
         name,
         {static_cast<std::int32_t>(nb::cast<int>(nb::int_(where[0]))), nb::cast<int>(where[1])});
+    // JAX computes in the background, on the CPU too, where no stream is there to wait.
+    if (type.family == Family::kJax && device.type == DeviceType::kCpu) {
+      object.attr("block_until_ready")();
+    }
     nb::dict options;
     options["max_version"] = nb::make_tuple(dlpack::kMajorVersion, dlpack::kMinorVersion);
     if (device.type == DeviceType::kCuda) {

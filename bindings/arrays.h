@@ -17,7 +17,7 @@ enum class Access : std::uint8_t { kRead, kWrite };
 // Reads the arrays of one call. Views stay valid while the reader and the Python objects live.
 class ArrayReader {
  public:
-  // `leader` is the argument (q) whose library's current stream and allocator serve the call.
+  // `leader` is the argument whose library's current stream and allocator serve the call.
   // `inside_dispatcher`: torch's subclasses, modes and gradients were dealt with; read plain
   // memory.
   ArrayReader(ArrayTypes& types, nb::handle leader, bool inside_dispatcher)

@@ -4,39 +4,11 @@
 #include <optional>
 #include <string>
 
-#include "arrays.h"
 #include "flash_kda/error.h"
 #include "workspace.h"
 
 namespace flash_kda::python {
 namespace {
-
-struct ArrayArgument {
-  const char* name;
-  TensorView ForwardArgs::* view;
-  Access access;
-  bool optional;
-};
-
-constexpr std::array<ArrayArgument, kArrayCount> kArrayArguments = {{
-    {"q", &ForwardArgs::q, Access::kRead, false},
-    {"k", &ForwardArgs::k, Access::kRead, false},
-    {"v", &ForwardArgs::v, Access::kRead, false},
-    {"g", &ForwardArgs::g, Access::kRead, false},
-    {"beta", &ForwardArgs::beta, Access::kRead, false},
-    {"out", &ForwardArgs::out, Access::kWrite, false},
-    {"A_log", &ForwardArgs::A_log, Access::kRead, true},
-    {"dt_bias", &ForwardArgs::dt_bias, Access::kRead, true},
-    {"initial_state", &ForwardArgs::initial_state, Access::kRead, true},
-    {"final_state", &ForwardArgs::final_state, Access::kWrite, true},
-    {"initial_state_indices", &ForwardArgs::initial_state_indices, Access::kRead, true},
-    {"final_state_indices", &ForwardArgs::final_state_indices, Access::kRead, true},
-    {"cu_seqlens", &ForwardArgs::cu_seqlens, Access::kRead, true},
-    {"checkpoint_states", &ForwardArgs::checkpoint_states, Access::kWrite, true},
-    {"checkpoint_sequences", &ForwardArgs::checkpoint_sequences, Access::kRead, true},
-    {"checkpoint_positions", &ForwardArgs::checkpoint_positions, Access::kRead, true},
-    {"checkpoint_slots", &ForwardArgs::checkpoint_slots, Access::kRead, true},
-}};
 
 [[noreturn]] void throw_type(const char* name, const char* expected, nb::handle object) {
   const std::string came =
@@ -76,6 +48,14 @@ void read_options(const CallOptions& options, ForwardArgs& args) {
   }
 }
 
+// The array whose library's stream and allocator serve the call: q, but for JAX, which has no
+// current stream and lends no memory; then `out`, which is another library's.
+nb::handle leader_of(ModuleState& state, const ArrayObjects& objects) {
+  ArrayType scratch;
+  const ArrayType& type = state.types.of(objects[0], scratch);
+  return type.family == Family::kJax ? objects[5] : objects[0];
+}
+
 void read_arrays(ArrayReader& reader, const ArrayObjects& objects, ForwardArgs& args) {
   for (std::size_t i = 0; i < kArrayCount; ++i) {
     const ArrayArgument& argument = kArrayArguments[i];
@@ -90,7 +70,7 @@ void read_arrays(ArrayReader& reader, const ArrayObjects& objects, ForwardArgs& 
 bool run(ModuleState& state, const ArrayObjects& objects, const CallOptions& options) {
   ForwardArgs args;
   read_options(options, args);
-  ArrayReader reader(state.types, objects[0], options.inside_dispatcher);
+  ArrayReader reader(state.types, leader_of(state, objects), options.inside_dispatcher);
   read_arrays(reader, objects, args);
   if (reader.needs_dispatcher()) return false;
 
@@ -112,7 +92,7 @@ std::shared_ptr<const ForwardPlan> plan(ModuleState& state, const ArrayObjects& 
                                         const CallOptions& options) {
   ForwardArgs args;
   read_options(options, args);
-  ArrayReader reader(state.types, objects[0], options.inside_dispatcher);
+  ArrayReader reader(state.types, leader_of(state, objects), options.inside_dispatcher);
   read_arrays(reader, objects, args);
   if (reader.needs_dispatcher()) return nullptr;
   return state.plans.get(args, options.plan);

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "array_types.h"
+#include "arrays.h"
 #include "flash_kda/forward.h"
 #include "plan_cache.h"
 
@@ -20,10 +21,37 @@ struct ModuleState {
   nb::object allocate_workspace;  // (like, bytes) -> uint8 array; set by flash_kda._arrays
 };
 
-// The arrays of a call by position; the order is that of kArrayNames in call.cpp and of every
-// signature in _C.pyi.
+// The arrays of a call by position; the order is that of kArrayArguments and of every signature in
+// _C.pyi.
 inline constexpr std::size_t kArrayCount = 17;
 using ArrayObjects = std::array<nb::handle, kArrayCount>;
+
+struct ArrayArgument {
+  const char* name;
+  TensorView ForwardArgs::* view;
+  Access access;
+  bool optional;
+};
+
+inline constexpr std::array<ArrayArgument, kArrayCount> kArrayArguments = {{
+    {"q", &ForwardArgs::q, Access::kRead, false},
+    {"k", &ForwardArgs::k, Access::kRead, false},
+    {"v", &ForwardArgs::v, Access::kRead, false},
+    {"g", &ForwardArgs::g, Access::kRead, false},
+    {"beta", &ForwardArgs::beta, Access::kRead, false},
+    {"out", &ForwardArgs::out, Access::kWrite, false},
+    {"A_log", &ForwardArgs::A_log, Access::kRead, true},
+    {"dt_bias", &ForwardArgs::dt_bias, Access::kRead, true},
+    {"initial_state", &ForwardArgs::initial_state, Access::kRead, true},
+    {"final_state", &ForwardArgs::final_state, Access::kWrite, true},
+    {"initial_state_indices", &ForwardArgs::initial_state_indices, Access::kRead, true},
+    {"final_state_indices", &ForwardArgs::final_state_indices, Access::kRead, true},
+    {"cu_seqlens", &ForwardArgs::cu_seqlens, Access::kRead, true},
+    {"checkpoint_states", &ForwardArgs::checkpoint_states, Access::kWrite, true},
+    {"checkpoint_sequences", &ForwardArgs::checkpoint_sequences, Access::kRead, true},
+    {"checkpoint_positions", &ForwardArgs::checkpoint_positions, Access::kRead, true},
+    {"checkpoint_slots", &ForwardArgs::checkpoint_slots, Access::kRead, true},
+}};
 
 // The arguments of a call that are no arrays.
 struct CallOptions {

@@ -11,6 +11,7 @@
 
 #include "call.h"
 #include "flash_kda/flash_kda.h"
+#include "xla_ffi.h"
 
 namespace flash_kda::python {
 namespace {
@@ -135,6 +136,7 @@ void bind_calls(nb::module_& m, const std::shared_ptr<ModuleState>& state) {
   });
   m.def("set_workspace_allocator",
         [state](nb::callable allocate) { state->allocate_workspace = std::move(allocate); });
+  m.def("xla_handler", &xla_handler);
 }
 
 }  // namespace

@@ -121,26 +121,6 @@ class _Jax(_NumpyLike):
         super().__init__(np)
         self._jax = jax
 
-    def _check_device(self, like: Any, name: str) -> None:
-        if any(device.platform != "cpu" for device in like.devices()):
-            raise NotImplementedError(
-                f"{name}: expected JAX arrays on the CPU, or on a GPU the data as torch or CuPy"
-                " arrays (through DLPack), as JAX lends no memory there that a call may write,"
-                f" got a JAX array on {like.devices()}"
-            )
-
-    def empty(self, like: Any, shape: Shape) -> Any:
-        self._check_device(like, "v")
-        return super().empty(like, shape)
-
-    def empty_float32(self, like: Any, shape: Shape) -> Any:
-        self._check_device(like, "v")
-        return super().empty_float32(like, shape)
-
-    def empty_bytes(self, like: Any, size: int) -> Any:
-        self._check_device(like, "q")
-        return super().empty_bytes(like, size)
-
     def copy_dense(self, x: Any) -> Any:
         return np.array(x, order="C")
 
@@ -155,6 +135,7 @@ class _Jax(_NumpyLike):
 
 _NUMPY = _NumpyLike(np)
 _libraries: dict[type, Library] = {np.ndarray: _NUMPY}
+_is_jax: dict[type, bool] = {type(None): False, np.ndarray: False}
 
 
 def library_of(name: str, x: Any) -> Library:
@@ -169,6 +150,23 @@ def library_of(name: str, x: Any) -> Library:
         if len(_libraries) < 256:
             _libraries[type(x)] = found
     return found
+
+
+def needs_xla(arrays: tuple[Any, ...]) -> bool:
+    """Whether only XLA can run a call of these arrays: traced ones of JAX, and JAX's on a GPU."""
+    if "jax" not in sys.modules:
+        return False
+    for x in arrays:
+        is_jax = _is_jax.get(type(x))
+        if is_jax is None:
+            is_jax = isinstance(x, sys.modules["jax"].Array)
+            if len(_is_jax) < 256:
+                _is_jax[type(x)] = is_jax
+        if is_jax:
+            from flash_kda import _jax
+
+            return _jax.needs_xla(arrays)
+    return False
 
 
 def _find_library(name: str, x: Any) -> Library:

@@ -236,6 +236,20 @@ def chunk_kda(
 
     compiling = _compiling()
     values = _arrays.shape_of("v", v, "[B, T, HV, V]")
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, initial_state_indices, cu_seqlens)
+    if not compiling and _arrays.needs_xla(inputs):
+        written = {
+            "out": out, "final_state": final_state, "final_state_indices": final_state_indices,
+            "checkpoint_states": checkpoint_states,
+        }  # fmt: skip
+        options = (
+            gate, beta_kind, use_qk_l2norm_in_kernel, lower_bound, scale, threads, sequence_split,
+            check_cu_seqlens, value_split,
+        )  # fmt: skip
+        return _through_xla(
+            inputs, written, options, _flag("output_final_state", output_final_state),
+            _flag("state_v_first", state_v_first), _plan_only,
+        )  # fmt: skip
     out_given = out is not None
     if not out_given:
         out = _library_of("v", v, compiling).empty(v, values)
@@ -299,6 +313,40 @@ def _library_of(name: str, x: Any, compiling: bool) -> _arrays.Library:
 
         return _torch.LIBRARY
     return _arrays.library_of(name, x)
+
+
+def _through_xla(
+    inputs: tuple[Any, ...], written: dict[str, Any], options: tuple[Any, ...], final: bool,
+    state_v_first: bool, plan_only: bool,
+) -> tuple[Any, Any]:  # fmt: skip
+    """`chunk_kda` of JAX arrays that XLA has to run: traced ones, and those on a GPU."""
+    from flash_kda import _jax
+
+    if plan_only:
+        raise NotImplementedError(
+            "plan_forward: expected arrays of torch, NumPy or CuPy, or JAX's on the CPU and outside"
+            " jax.jit, got others of JAX, which XLA plans when it runs them"
+        )
+    for name, x in written.items():
+        if x is not None:
+            raise ValueError(
+                f"{name}: expected None with JAX arrays on a GPU or inside jax.jit, whose results"
+                f" are new arrays, got {type(x).__name__}"
+            )
+    q, k, v, g, beta, A_log, dt_bias, initial, slots, offsets = inputs
+    values = _arrays.shape_of("v", v, "[B, T, HV, V]")
+    shape = _state_shape(q, values, offsets) if final else None
+    if initial is not None and not state_v_first:
+        _arrays.shape_of("initial_state", initial, "[N, HV, K, V]")
+        initial = initial.swapaxes(-1, -2)
+    arrays = (
+        q, k, v, g, beta, None, A_log, dt_bias, initial, None, slots, None, offsets, None, None,
+        None, None,
+    )  # fmt: skip
+    out, states = _jax.forward(arrays, options, shape)
+    if states is not None and not state_v_first:
+        states = states.swapaxes(-1, -2)
+    return out, states
 
 
 def _flag(name: str, value: Any) -> bool:
