@@ -147,6 +147,14 @@ void ArrayReader::read(const char* name, nb::handle object, Access access, bool 
       read_array_struct(name, object, access, view);
       return;
     case Protocol::kDlpack:
+      // CuPy's bfloat16 is ml_dtypes', which its DLPack does not know; its bits pass for another
+      // type's.
+      if (type.family == Family::kCupy && types_.is_bfloat16(nb::getattr(object, "dtype"))) {
+        const nb::object bits = object.attr("view")("float16");
+        fill(name, export_dlpack(name, bits, type, access), view);
+        view.dtype = DType::kBFloat16;
+        return;
+      }
       fill(name, export_dlpack(name, object, type, access), view);
       return;
     default:

@@ -106,11 +106,14 @@ def expected(p: Problem, **options: Any) -> tuple[Any, Any]:
     return o, final
 
 
-def assert_close(got: Any, want: Any, dtype: Any) -> None:
-    """Relative RMS error of each head, [.., heads, size]: that of rounding to the dtype at most."""
+def assert_close(got: Any, want: Any, dtype: Any, device: str = "cpu") -> None:
+    """Relative RMS error of each head, [.., heads, size]: that of rounding to the dtype at most.
+
+    On a GPU, whose kernels multiply in bf16: the bound of ordinary bf16 inputs.
+    """
     x = np.asarray(got).astype(np.float64)
     assert np.isfinite(x).all()
-    bound = {BF16: 3e-3, F16: 4e-4, F32: 3e-6}[np.dtype(dtype)]
+    bound = 5e-3 if device != "cpu" else {BF16: 3e-3, F16: 4e-4, F32: 3e-6}[np.dtype(dtype)]
     head_axis = x.ndim - 2 if x.ndim == 4 else 1
     axes = tuple(i for i in range(x.ndim) if i != head_axis)
     error = np.sqrt(((x - want) ** 2).sum(axes) / (want**2).sum(axes))

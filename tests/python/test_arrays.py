@@ -448,7 +448,8 @@ def test_stream_is_that_of_a_library_that_has_one(package, monkeypatch):
     cupy = types.ModuleType("cupy")
     cupy.cuda = types.SimpleNamespace(get_current_stream=get_current_stream)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    of = {name: type(name, (HandMade,), {"__module__": name}) for name in ("cupy", package)}
+    members = {"dtype": np.dtype(F32), "view": lambda self, _: self}
+    of = {n: type(n, (HandMade,), {"__module__": n, **members}) for n in ("cupy", package)}
     p = problem(BF16, K=128, V=128, gate_dtype=BF16)
 
     def made(x, kind):
@@ -520,6 +521,34 @@ def test_cupy_allocations_stay_on_the_arrays_device(monkeypatch):
     assert library.empty_float32(like, (4,)).dtype == np.float32
     assert library.empty_bytes(like, 5).dtype == np.uint8
     assert len(entered) == 3
+
+
+def test_bfloat16_of_cupy():
+    """A stand-in as CuPy is: bfloat16 is ml_dtypes' and DLPack refuses it; a view of it goes."""
+
+    class ndarray(Exporter):  # noqa: N801
+        __module__ = "cupy"
+
+        @property
+        def dtype(self):
+            return self.array.dtype
+
+        def view(self, dtype):
+            return ndarray(self.array.view(dtype))
+
+        def __dlpack__(self, *, max_version=None, stream=None):
+            if self.array.dtype == BF16:
+                raise BufferError("dtype is not supported for dlpack export")
+            return self.array.__dlpack__(max_version=max_version)
+
+        def __dlpack_device__(self):
+            return (1, 0)
+
+    p = problem(BF16, lengths=[7, 30], state_dtype=BF16)
+    p.mapped(ndarray).fwd()
+    o, final = expected(p)
+    assert_close(p.out, o, BF16)
+    assert_close(p.final_state, final, BF16)
 
 
 def test_workspace_comes_from_the_library_of_q():

@@ -88,8 +88,8 @@ def test_jit_with_traced_arrays(where, state_v_first, state_dtype):
     want_o, want_final = expected(p)
     for _ in range(2):  # the second time from the cache of compiled programs
         o, final = run(*arrays)
-        assert_close(np.asarray(o) / 2, want_o, BF16)
-        assert_close(final, want_final, F32 if where == "cpu" else BF16)
+        assert_close(np.asarray(o) / 2, want_o, BF16, where)
+        assert_close(final, want_final, F32, where)
 
 
 @pytest.mark.parametrize("where", DEVICES)
@@ -98,7 +98,7 @@ def test_without_optional_arrays(where):
     p.A_log = p.dt_bias = p.initial_state = None
     o, final = traced(placed(p, where), output_final_state=False)
     assert final is None
-    assert_close(o, expected(p)[0], BF16)
+    assert_close(o, expected(p)[0], BF16, where)
 
 
 @GPU
@@ -109,8 +109,8 @@ def test_eager_on_a_gpu():
     assert isinstance(o, jax.Array)
     assert o.devices() == final.devices() == {serving_gpu()}
     want_o, want_final = expected(p)
-    assert_close(o, want_o, BF16)
-    assert_close(final, want_final, BF16)
+    assert_close(o, want_o, BF16, "gpu")
+    assert_close(final, want_final, BF16, "gpu")
 
 
 @GPU
@@ -124,7 +124,7 @@ def test_eager_on_a_gpu_waits_for_what_was_queued_and_is_waited_for():
     j.q = flat.reshape(p.q.shape).astype(BF16)
     o, _ = j.chunk_kda()
     o = late(o.reshape(4096, -1).astype(np.float32)).reshape(p.v.shape)
-    assert_close(o, expected(p)[0], BF16)
+    assert_close(o, expected(p)[0], BF16, "gpu")
 
 
 @GPU
@@ -141,8 +141,8 @@ def test_fwd_with_inputs_of_jax_and_outputs_of_cupy():
     )
     cupy.cuda.Device().synchronize()
     want_o, want_final = expected(p)
-    assert_close(cupy.asnumpy(state), want_final, BF16)
-    assert_close(np.asarray(jax.dlpack.from_dlpack(out)), want_o, BF16)
+    assert_close(cupy.asnumpy(state), want_final, BF16, "gpu")
+    assert_close(np.asarray(jax.dlpack.from_dlpack(out)), want_o, BF16, "gpu")
 
 
 @GPU
@@ -168,8 +168,8 @@ def test_vmap(where):
 
     o, final = jax.vmap(one)(j.q, j.k, j.v, j.g, j.beta)
     want_o, want_final = expected(p)
-    assert_close(o, want_o, BF16)
-    assert_close(final, want_final, F32 if where == "cpu" else BF16)
+    assert_close(o, want_o, BF16, where)
+    assert_close(final, want_final, F32, where)
 
 
 def test_every_option_reaches_the_kernel():
