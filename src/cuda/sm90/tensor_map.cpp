@@ -3,6 +3,7 @@
 #include <string>
 
 #include "cuda/check.h"
+#include "cuda/sm90/tensor_map_cache.h"
 #include "cuda/sm90/tensor_map_layout.h"
 
 namespace flash_kda::sm90 {
@@ -27,11 +28,7 @@ Encode encode_function() {
   return function;
 }
 
-}  // namespace
-
-CUtensorMap make_tensor_map(const char* argument, const TensorView& view) {
-  check_tensor_map(argument, view);  // a kept plan says nothing of this call's addresses
-  const TensorMapLayout layout = tensor_map_layout(view);
+CUtensorMap encode(const char* argument, const TensorView& view, const TensorMapLayout& layout) {
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result =
@@ -45,6 +42,15 @@ CUtensorMap make_tensor_map(const char* argument, const TensorView& view) {
                       ")");
   }
   return map;
+}
+
+}  // namespace
+
+CUtensorMap make_tensor_map(const char* argument, const TensorView& view) {
+  check_tensor_map(argument, view);  // a kept plan says nothing of this call's addresses
+  static thread_local TensorMapCache<CUtensorMap> cache;
+  const TensorMapLayout layout = tensor_map_layout(view);
+  return cache.get(view.data, layout, [&] { return encode(argument, view, layout); });
 }
 
 }  // namespace flash_kda::sm90

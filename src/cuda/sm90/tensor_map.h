@@ -7,7 +7,8 @@
 
 namespace flash_kda::sm90 {
 
-// Encodes the map of a view that passed check_tensor_map; no work is queued. Throws DeviceError.
+// The map of a view, encoded or remembered (tensor_map_cache.h); no work is queued. Throws what
+// check_tensor_map throws, and DeviceError.
 CUtensorMap make_tensor_map(const char* argument, const TensorView& view);
 
 }  // namespace flash_kda::sm90

@@ -14,6 +14,8 @@ struct TensorMapLayout {
   std::array<std::uint64_t, 4> extents;  // elements
   std::array<std::uint64_t, 3> strides;  // bytes, of H, T and B
   std::array<std::uint32_t, 4> box;      // elements of one copy
+
+  friend bool operator==(const TensorMapLayout&, const TensorMapLayout&) = default;
 };
 
 // Throws ValueError naming `argument` where the array's address or strides do not suit the copy
