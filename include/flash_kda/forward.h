@@ -109,6 +109,7 @@ struct ForwardPlan {
   int value_split = 1;        // CUDA: blocks that share a head, by columns of V
   int sequence_segments = 1;  // CUDA: the most segments that a sequence is cut into
   std::int64_t grid = 0;      // CUDA: thread blocks
+  int multiprocessors = 0;    // CUDA: of the device that the plan is for
   std::size_t workspace_bytes = 0;
   std::size_t workspace_alignment = 256;
   PlanOptions options;

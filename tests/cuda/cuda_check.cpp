@@ -4,9 +4,13 @@
 //
 //   cuda_check              the comparisons; exit status 1 if one fails
 //   cuda_check small        the smallest of them only (for the sanitizers)
-//   cuda_check time [reps]  the six headline cases: median of CUDA-graph replays, L2 flushed before
-//   each cuda_check run KIND HEADS SPLIT [runs]  one of them, plainly launched (for a profiler);
-//   KIND fixed, mixed, uniform
+//   cuda_check time [reps] [CASE...]   median of CUDA-graph replays, L2 flushed before each; default: the
+//                           six headline cases
+//   cuda_check run CASE [runs]         one case, plainly launched (for a profiler)
+//
+// CASE: KIND-TOKENS-hHEADS, then +v1 or +v2 for blocks a head, +whole for sequences in one piece,
+// +bf16 for such states, +none for no states. KIND: fixed, mixed (TOKENS is their sum: 8192);
+// COUNTxLENGTH for TOKENS makes a packed batch: uniform-128x64-h32+bf16
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -19,6 +23,7 @@
 #include <limits>
 #include <memory>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -72,6 +77,7 @@ struct Case {
   std::int64_t batch = 0;             // 0: packed
   std::int64_t heads = 1;
   int split = 0;
+  bool whole = false;  // sequences in one piece
   DType initial = DType::kFloat32, final = DType::kFloat32;  // kOther: absent
   float gate_mean = 0.0f, gate_spread = 1.0f;
   float key_scale = 1.0f, value_scale = 1.0f;
@@ -282,11 +288,16 @@ Worst compare(const Problem& p, const std::vector<std::uint8_t>& out,
   return worst;
 }
 
-void run_gpu(Problem& p, cudaStream_t stream, void* workspace_override = nullptr) {
-  const ForwardArgs args = p.args(true);
+flash_kda::ForwardPlan plan_of(Problem& p) {
   flash_kda::PlanOptions options;
   options.value_split = p.c.split;
-  const flash_kda::ForwardPlan plan = flash_kda::plan_forward(args, options);
+  options.sequence_split = !p.c.whole;
+  return flash_kda::plan_forward(p.args(true), options);
+}
+
+void run_gpu(Problem& p, cudaStream_t stream, void* workspace_override = nullptr) {
+  const ForwardArgs args = p.args(true);
+  const flash_kda::ForwardPlan plan = plan_of(p);
   void* workspace = workspace_override;
   if (workspace == nullptr && plan.workspace_bytes > 0) {
     FLASH_KDA_CUDA_CHECK(cudaMallocAsync(&workspace, plan.workspace_bytes, stream));
@@ -384,6 +395,31 @@ std::vector<Case> more_cases() {
   add("no l2norm", 512, [](Case& c) { c.l2norm = false, c.key_scale = 0.05f; });
   add("fp32 beta, large A_log and bias", 512,
       [](Case& c) { c.beta = DType::kFloat32, c.a_log = 5, c.bias = 50; });
+  // Long enough to be split on a card of 132 multiprocessors.
+  const auto split = [&](const char* name, std::int64_t tokens, auto&& change) {
+    add(name, tokens, [&](Case& c) {
+      c.lower_bound = -0.05;  // what a segment leaves behind counts to the end
+      change(c);
+    });
+  };
+  split("split, 2048", 2048, [](Case&) {});
+  split("split, 5000, v64", 5000, [](Case& c) { c.split = 2; });
+  split("split, batch 2", 3001, [](Case& c) { c.batch = 2; });
+  split("split, slow decay", 8192, [](Case& c) { c.gate_mean = -10, c.a_log = 0, c.heads = 1; });
+  split("split, no decay", 4096, [](Case& c) { c.gate_mean = -100, c.beta_mean = -3; });
+  split("split, saturated", 4096, [](Case& c) { c.gate_mean = 20, c.lower_bound = -5; });
+  split("split, near-parallel keys", 4096,
+        [](Case& c) { c.parallel = 0.95f, c.gate_mean = -6, c.beta_mean = 4, c.lower_bound = -5; });
+  split("split, identical keys", 2048, [](Case& c) {
+    c.parallel = 1, c.gate_mean = -12, c.gate_spread = 0, c.a_log = 0, c.bias = 0, c.beta_mean = 8;
+    c.out_bound = 5e-2, c.state_bound = 8e-2, c.lower_bound = -5;
+  });
+  split("split, packed", 0, [](Case& c) {
+    c.batch = 0;
+    c.lengths = {3000, 5, 0, 40, 2000, 900, 1, 4096, 1536, 33};
+    c.tail_rows = 11;
+    c.initial = c.final = DType::kBFloat16;
+  });
   add("packed, many", 0, [](Case& c) {
     c.batch = 0;
     c.lengths.clear();
@@ -401,7 +437,7 @@ double median_ms(const Case& c, int repeats) {
   cudaStream_t stream;
   FLASH_KDA_CUDA_CHECK(cudaStreamCreate(&stream));
   void* workspace;
-  FLASH_KDA_CUDA_CHECK(cudaMalloc(&workspace, 1 << 20));
+  FLASH_KDA_CUDA_CHECK(cudaMalloc(&workspace, std::max<std::size_t>(plan_of(p).workspace_bytes, 1)));
   void* scratch;
   constexpr std::size_t kFlush = 256u << 20;
   FLASH_KDA_CUDA_CHECK(cudaMalloc(&scratch, kFlush));
@@ -436,34 +472,56 @@ double median_ms(const Case& c, int repeats) {
   return times[times.size() / 2];
 }
 
-Case headline(const std::string& kind, std::int64_t heads, int split) {
+Case named_case(const std::string& name) {
   Case c;
-  c.name = kind + " H " + std::to_string(heads) + " split " + std::to_string(split);
-  c.heads = heads;
-  c.split = split;
-  if (kind == "fixed") c.lengths = {8192}, c.batch = 1;
-  if (kind == "mixed") c.lengths = {1300, 547, 2048, 963, 271, 3063};
-  if (kind == "uniform") c.lengths = std::vector<std::int64_t>(8, 1024);
+  c.name = name;
+  const auto after = [&](const std::string& mark) {
+    const std::size_t at = name.find(mark);
+    if (at == std::string::npos) throw std::runtime_error("no " + mark + " in " + name);
+    return name.substr(at + mark.size());
+  };
+  c.heads = std::stoll(after("-h"));
+  const std::string kind = name.substr(0, name.find('-')), tokens = after("-");
+  const std::size_t times = tokens.substr(0, tokens.find('-')).find('x');
+  const std::int64_t first = std::stoll(tokens);
+  if (kind == "fixed") {
+    c.lengths = {first}, c.batch = 1;
+  } else if (kind == "mixed") {
+    c.lengths = {1300, 547, 2048, 963, 271, 3063};
+  } else if (times != std::string::npos) {
+    c.lengths = std::vector<std::int64_t>(static_cast<std::size_t>(first),
+                                          std::stoll(tokens.substr(times + 1)));
+  } else {
+    throw std::runtime_error("what is " + name + "?");
+  }
+  const auto has = [&](const char* option) { return name.find(option) != std::string::npos; };
+  c.split = has("+v1") ? 1 : (has("+v2") ? 2 : 0);
+  c.whole = has("+whole");
+  if (has("+bf16")) c.initial = c.final = DType::kBFloat16;
+  if (has("+none")) c.initial = c.final = DType::kOther;
   return c;
 }
 
-void time_cases(int repeats) {
-  for (const std::int64_t heads : {96, 64}) {
-    for (const char* kind : {"fixed", "mixed", "uniform"}) {
-      for (const int split : {1, 2}) {
-        if (split == 2 && (kind[0] != 'f' || heads == 96)) continue;
-        const Case c = headline(kind, heads, split);
-        const double ms = median_ms(c, repeats);
-        const double bytes = 8192.0 * static_cast<double>(heads) * (5 * 256 + 2);
-        std::printf("%-24s %.4f ms  %.2f TB/s\n", c.name.c_str(), ms, bytes / ms * 1e-9);
-        std::fflush(stdout);
-      }
+void time_cases(int repeats, std::vector<std::string> names) {
+  if (names.empty()) {
+    for (const char* heads : {"96", "64"}) {
+      for (const char* kind : {"fixed-8192-h", "mixed-8192-h", "uniform-8x1024-h"})
+        names.push_back(kind + std::string(heads));
     }
+  }
+  for (const std::string& name : names) {
+    const Case c = named_case(name);
+    const double ms = median_ms(c, repeats);
+    std::int64_t tokens = 0;
+    for (const std::int64_t x : c.lengths) tokens += x;
+    const double bytes = static_cast<double>(tokens * c.heads) * (5 * 256 + 2);
+    std::printf("%-32s %.4f ms  %.2f TB/s\n", c.name.c_str(), ms, bytes / ms * 1e-9);
+    std::fflush(stdout);
   }
 }
 
-void run_one(const char* kind, int heads, int split, int runs) {
-  Problem p(headline(kind, heads, split));
+void run_one(const std::string& name, int runs) {
+  Problem p(named_case(name));
   for (int i = 0; i < runs; ++i) run_gpu(p, nullptr);
   FLASH_KDA_CUDA_CHECK(cudaDeviceSynchronize());
 }
@@ -474,11 +532,12 @@ int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   try {
     if (mode == "time") {
-      time_cases(argc > 2 ? std::atoi(argv[2]) : 20);
+      time_cases(argc > 2 ? std::atoi(argv[2]) : 20,
+                 std::vector<std::string>(argv + std::min(argc, 3), argv + argc));
       return 0;
     }
-    if (mode == "run" && argc >= 5) {
-      run_one(argv[2], std::atoi(argv[3]), std::atoi(argv[4]), argc > 5 ? std::atoi(argv[5]) : 3);
+    if (mode == "run" && argc >= 3) {
+      run_one(argv[2], argc > 3 ? std::atoi(argv[3]) : 3);
       return 0;
     }
     int failed = 0;

@@ -102,6 +102,19 @@ void CopyEngine::load(SharedAddress to, const TensorMap* map, SharedAddress barr
   scheduler_.maybe_preempt();
 }
 
+void CopyEngine::load_bytes(SharedAddress to, const void* from, int bytes, SharedAddress barrier) {
+  if (to % kChunkBytes != 0 || reinterpret_cast<std::uintptr_t>(from) % kChunkBytes != 0 ||
+      bytes <= 0 || bytes % kChunkBytes != 0) {
+    scheduler_.fail(format("bulk_load: %d bytes from %p to shared address 0x%x (base + %u): not in "
+                           "multiples of %d",
+                           bytes, from, to, to - kSharedBase, kChunkBytes));
+  }
+  const Epoch arrival = barriers_.announce("bulk_load", barrier, bytes);
+  memory_.start_write("bulk_load", arrival, to, bytes);
+  loads_.push_back({to, barrier, nullptr, {}, static_cast<const std::byte*>(from), bytes});
+  scheduler_.maybe_preempt();
+}
+
 bool CopyEngine::progress(bool forced) {
   if (loads_.empty()) return false;
   if (!scheduler_.seeded()) {
@@ -115,6 +128,13 @@ bool CopyEngine::progress(bool forced) {
 void CopyEngine::deliver(std::size_t index) {
   const Load load = loads_[index];
   loads_.erase(loads_.begin() + static_cast<std::ptrdiff_t>(index));
+  if (load.map == nullptr) {
+    for (int byte = 0; byte < load.bytes; byte += kChunkBytes) {
+      memory_.finish_write(load.to + static_cast<SharedAddress>(byte), load.from + byte, kChunkBytes);
+    }
+    barriers_.deliver(load.barrier, load.bytes);
+    return;
+  }
   const auto [first, last] = channels_inside(*load.map, load.at[0]);
   for_each_row(*load.map, load.at, [&](int row, const std::byte* source) {
     std::byte contents[kSwizzleRowBytes] = {};

@@ -35,6 +35,8 @@ class CopyEngine {
              TransactionBarriers& barriers);
 
   void load(SharedAddress to, const TensorMap* map, SharedAddress barrier, const Coordinates& at);
+  // Bytes as they lie; addresses and count are multiples of 16.
+  void load_bytes(SharedAddress to, const void* from, int bytes, SharedAddress barrier);
   void store(SharedAddress from, const TensorMap* map, const Coordinates& at);
   // The current thread's stores since the last commit become a group.
   void commit();
@@ -51,8 +53,10 @@ class CopyEngine {
  private:
   struct Load {
     SharedAddress to, barrier;
-    const TensorMap* map;
+    const TensorMap* map;  // null: plain bytes
     Coordinates at;
+    const std::byte* from = nullptr;
+    int bytes = 0;
   };
   struct Store {
     SharedAddress from;

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
-#include <numeric>
+#include <functional>
+#include <limits>
 #include <vector>
 
+#include "cuda/sm90/chain.h"
 #include "cuda/sm90/forward_kernel.h"
 #include "emulation/launch.h"
 #include "flash_kda/forward.h"
@@ -14,9 +16,13 @@ namespace flash_kda::testing {
 struct EmulatedLaunch {
   int state_groups = 2;             // warpgroups of the state role: 2, or 1 with two blocks a head
   int grid = 2;                     // blocks
-  bool counter = false;             // blocks take items from a counter in global memory
-  std::vector<std::int32_t> order;  // of the sequences; empty: as they come
+  // Spans come from lists, items from counters, as the schedule kernel leaves them; packed only.
+  bool scheduled = false;
+  std::vector<int> order = {};  // of the sequences in the lists; empty: as they come
+  int chain_tiles = 1;          // 16-row tiles of a block of the chain: 1, 2, 4
   std::uint64_t seed = 0;
+  // How a sequence of so many tokens is cut; none: not at all.
+  std::function<sm90::Segments(std::int64_t)> segments = nullptr;
 };
 
 namespace internal {
@@ -48,7 +54,7 @@ inline sm90::StateParams state_of(const TensorView& view) {
           pairs};
 }
 
-inline sm90::ForwardParams params_of(const ForwardArgs& args, int value_blocks) {
+inline sm90::ForwardParams params_of(const ForwardArgs& args) {
   sm90::ForwardParams p;
   p.beta = rows_of(args.beta);
   p.out = rows_of(args.out);
@@ -70,7 +76,6 @@ inline sm90::ForwardParams params_of(const ForwardArgs& args, int value_blocks) 
   p.heads = static_cast<std::int32_t>(args.v.shape[2]);
   p.heads_per_key = static_cast<std::int32_t>(args.v.shape[2] / args.q.shape[2]);
   p.tokens = static_cast<std::int32_t>(args.v.shape[1]);
-  p.items = sequences * args.v.shape[2] * value_blocks;
   p.lower_bound = static_cast<float>(args.lower_bound);
   p.scale = static_cast<float>(args.scale.value_or(1.0 / std::sqrt(double(args.q.shape[3]))));
   p.beta_map = args.beta_kind == BetaKind::kLogit          ? sm90::BetaMap::kSigmoid
@@ -81,33 +86,115 @@ inline sm90::ForwardParams params_of(const ForwardArgs& args, int value_blocks) 
   return p;
 }
 
-template <int kStateGroups>
-void emulate(const sm90::ForwardParams& params, const sm90::TensorMaps& maps,
+// The lists of the schedule kernel, and room for the states between segments.
+struct EmulatedWorkspace {
+  sm90::Schedule schedule = {};
+  std::vector<sm90::Span> spans[3];
+  std::vector<sm90::Chain> chains;
+  std::vector<float> slots;
+  bool splits = false;
+
+  void open(sm90::ForwardParams& p, const EmulatedLaunch& launch) {
+    std::int32_t slots_taken = 0;
+    const auto cut = [&](std::int64_t tokens) {
+      sm90::Segments whole;
+      whole.chunks = whole.first = static_cast<std::int32_t>((tokens + sm90::kChunk - 1) / sm90::kChunk);
+      return launch.segments ? launch.segments(tokens) : whole;
+    };
+    const auto list = [&](sm90::Queue queue) -> auto& { return spans[static_cast<int>(queue)]; };
+    if (p.cu_seqlens == nullptr) {
+      p.segments = cut(p.tokens);
+      splits = p.segments.count > 1;
+      if (splits) slots_taken = p.sequences * p.segments.slots();
+    } else {
+      const auto offset = [&](int i) {
+        return p.cu_int64 ? static_cast<const std::int64_t*>(p.cu_seqlens)[i * p.cu_stride]
+                          : static_cast<const std::int32_t*>(p.cu_seqlens)[i * p.cu_stride];
+      };
+      for (int rank = 0; launch.scheduled && rank < p.sequences; ++rank) {
+        const int i = launch.order.empty() ? rank : launch.order[static_cast<std::size_t>(rank)];
+        const auto begin = static_cast<int>(offset(i)), tokens = static_cast<int>(offset(i + 1)) - begin;
+        const sm90::Segments s = cut(tokens);
+        if (s.count == 1) {
+          list(sm90::Queue::kRest).push_back(segment_span(s, 0, i, begin, tokens, 0));
+          continue;
+        }
+        list(sm90::Queue::kFirst).push_back(segment_span(s, 0, i, begin, tokens, slots_taken));
+        for (int j = 1; j < s.count; ++j) {
+          list(sm90::Queue::kRest).push_back(segment_span(s, j, i, begin, tokens, slots_taken));
+          if (j + 1 < s.count)
+            list(sm90::Queue::kInner).push_back(map_span(s, j, i, begin, tokens, slots_taken));
+        }
+        chains.push_back({slots_taken, s.inner()});
+        slots_taken += s.slots();
+      }
+      splits = !chains.empty();
+    }
+    if (launch.scheduled && p.cu_seqlens != nullptr) {
+      for (int queue = 0; queue < 3; ++queue) {
+        schedule.spans[queue] = static_cast<std::int32_t>(spans[queue].size());
+        p.spans[queue] = spans[queue].data();
+      }
+      schedule.chains = static_cast<std::int32_t>(chains.size());
+      p.schedule = &schedule;
+      p.chains = chains.data();
+    }
+    constexpr std::int64_t kElements = std::int64_t{sm90::kKeyDim} * sm90::kValueDim;
+    slots.assign(static_cast<std::size_t>(slots_taken * p.heads * kElements),
+                 std::numeric_limits<float>::quiet_NaN());
+    p.slots = {slots.data(), p.heads * kElements, kElements, sm90::kKeyDim, false, true};
+  }
+};
+
+template <class Block>
+void emulate(sm90::Queue queue, sm90::ForwardParams params, const sm90::TensorMaps& maps,
              const EmulatedLaunch& launch) {
+  params.queue = queue;
+  emulation::run_grid({.blocks = launch.grid,
+                       .threads = sm90::Roles<Block>::kThreads,
+                       .shared_bytes = sm90::SharedLayout<Block>::kBytes,
+                       .seed = launch.seed},
+                      [&](sm90::SharedAddress base) { sm90::forward_block<Block>(params, maps, base); });
+}
+
+template <int kTiles>
+void emulate_chain(const sm90::ForwardParams& params, const EmulatedLaunch& launch) {
+  using Block = sm90::ChainBlock<kTiles>;
   emulation::run_grid(
-      {.blocks = launch.grid,
-       .threads = sm90::Roles<kStateGroups>::kThreads,
-       .shared_bytes = sm90::SharedLayout<kStateGroups>::kBytes,
-       .seed = launch.seed},
-      [&](sm90::SharedAddress base) { sm90::forward_block<kStateGroups>(params, maps, base); });
+      {.blocks = launch.grid, .threads = Block::kThreads, .shared_bytes = Block::kBytes, .seed = launch.seed},
+      [&](sm90::SharedAddress base) {
+        const int thread = sm90::thread_index();
+        Block{params, base, thread / sm90::kWarp, thread % sm90::kWarp}.run();
+      });
+}
+
+inline void emulate_forward_spans(sm90::Queue queue, const sm90::ForwardParams& params,
+                                  const sm90::TensorMaps& maps, const EmulatedLaunch& launch) {
+  if (launch.state_groups == 1) {
+    emulate<sm90::HalfHead>(queue, params, maps, launch);
+  } else {
+    emulate<sm90::WholeHead>(queue, params, maps, launch);
+  }
 }
 
 }  // namespace internal
 
 // Throws emulation::Error for a fault of the kernel.
 inline void emulate_forward(const ForwardArgs& args, const EmulatedLaunch& launch) {
-  sm90::ForwardParams params = internal::params_of(args, launch.state_groups == 1 ? 2 : 1);
-  std::int32_t counter = 0;
-  if (launch.counter) params.counter = &counter;
-  if (!launch.order.empty()) params.order = launch.order.data();
+  sm90::ForwardParams params = internal::params_of(args);
+  internal::EmulatedWorkspace workspace;
+  workspace.open(params, launch);
   const sm90::TensorMaps maps = {internal::map_of(args.q), internal::map_of(args.k),
                                  internal::map_of(args.g), internal::map_of(args.v),
                                  internal::map_of(args.out)};
-  if (launch.state_groups == 1) {
-    internal::emulate<1>(params, maps, launch);
-  } else {
-    internal::emulate<2>(params, maps, launch);
+  if (workspace.splits) {
+    internal::emulate_forward_spans(sm90::Queue::kFirst, params, maps, launch);
+    internal::emulate<sm90::SegmentMap>(sm90::Queue::kInner, params, maps, launch);
+    if (launch.chain_tiles == 1) internal::emulate_chain<1>(params, launch);
+    if (launch.chain_tiles == 2) internal::emulate_chain<2>(params, launch);
+    if (launch.chain_tiles == 4) internal::emulate_chain<4>(params, launch);
   }
+  internal::emulate_forward_spans(sm90::Queue::kRest, params, maps, launch);
 }
 
 }  // namespace flash_kda::testing

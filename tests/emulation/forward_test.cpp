@@ -41,35 +41,57 @@ Result run(Case& c, const EmulatedLaunch& launch) {
 
 const std::vector<EmulatedLaunch>& launches() {
   static const std::vector<EmulatedLaunch> all = {
-      {.state_groups = 2, .grid = 1, .counter = false, .order = {}, .seed = 0},
-      {.state_groups = 1, .grid = 3, .counter = true, .order = {}, .seed = 2},
+      {.state_groups = 2, .grid = 1, .scheduled = false, .seed = 0},
+      {.state_groups = 1, .grid = 3, .scheduled = true, .seed = 2},
 #if !defined(__SANITIZE_ADDRESS__)  // ten times slower
-      {.state_groups = 2, .grid = 3, .counter = true, .order = {}, .seed = 1},
-      {.state_groups = 1, .grid = 2, .counter = false, .order = {}, .seed = 0},
-      {.state_groups = 2, .grid = 2, .counter = false, .order = {}, .seed = 3},
+      {.state_groups = 2, .grid = 3, .scheduled = true, .seed = 1},
+      {.state_groups = 1, .grid = 2, .scheduled = false, .seed = 0},
+      {.state_groups = 2, .grid = 2, .scheduled = false, .seed = 3},
 #endif
   };
   return all;
 }
 
+// As launches(), with every sequence of `count` chunks or more cut into as many segments.
+std::vector<EmulatedLaunch> split_launches(std::int32_t count) {
+  std::vector<EmulatedLaunch> all = launches();
+  for (EmulatedLaunch& launch : all) {
+    launch.chain_tiles = 1 << (&launch - all.data()) % 3;
+    launch.segments = [count](std::int64_t tokens) {
+      sm90::Segments s;
+      s.chunks = s.first = static_cast<std::int32_t>((tokens + sm90::kChunk - 1) / sm90::kChunk);
+      if (s.chunks < count) return s;
+      s.count = count;
+      s.first = (s.chunks + count - 1) / count;
+      return s;
+    };
+  }
+  return all;
+}
+
+std::vector<EmulatedLaunch> scheduled(std::vector<EmulatedLaunch> all) {
+  for (EmulatedLaunch& launch : all) launch.scheduled = true;
+  return all;
+}
+
 std::string describe(const EmulatedLaunch& l) {
   return "state_groups " + std::to_string(l.state_groups) + ", grid " + std::to_string(l.grid) +
-         (l.counter ? ", counter" : "") + ", seed " + std::to_string(l.seed);
+         (l.scheduled ? ", scheduled" : "") + ", seed " + std::to_string(l.seed);
 }
 
 // Every launch meets the bounds and gives the first one's bits. Checks that inputs stay as they
 // were and that nothing is written between the rows of out.
-void check(Case& c, double bound) {
+void check(Case& c, double bound, const std::vector<EmulatedLaunch>& all = launches()) {
   const RecurrenceResult want = recurrence(c.args);
   const std::vector<const Array*> inputs = {&c.q,    &c.k,    &c.v,    &c.g,
                                             &c.beta, &c.rate, &c.bias, &c.initial};
   std::vector<std::vector<std::byte>> before;
   for (const Array* input : inputs) before.push_back(input->bytes());
   Result first;
-  for (const EmulatedLaunch& launch : launches()) {
+  for (const EmulatedLaunch& launch : all) {
     SCOPED_TRACE(describe(launch));
     const Result result = run(c, launch);
-    if (&launch == &launches().front()) {
+    if (&launch == &all.front()) {
       first = result;
       for (const HeadError& e : head_errors(c.args, want)) {
         EXPECT_LE(e.out, bound) << "sequence " << e.sequence << " head " << e.head;
@@ -95,6 +117,35 @@ TEST(EmulatedForward, SeveralHeadsAndChunks) {
   check(c, kOrdinaryBound);
 }
 
+// A packed batch is split by lists, an equal batch by arithmetic.
+TEST(EmulatedForward, SplitSequences) {
+  for (const std::int32_t count : {3, 4, 6}) {
+    SCOPED_TRACE(count);
+    CaseSpec s = spec({97, 31, 300, 0, 192}, 2);
+    s.lower_bound = -0.05;
+    Case packed(s);
+    check(packed, kOrdinaryBound, scheduled(split_launches(count)));
+    s = spec({197, 197}, 2);
+    s.packed = false;
+    s.initial = DType::kBFloat16;
+    Case batch(s);
+    check(batch, kOrdinaryBound, split_launches(count));
+  }
+}
+
+// The same bits whatever else is in the batch and however the sequence arrives.
+TEST(EmulatedForward, SplitIsTheSequencesOwn) {
+  CaseSpec s = spec({200});
+  s.lower_bound = -0.05;  // what a segment leaves behind counts to the end
+  Case packed(s);
+  s.packed = false;
+  Case batch(s);
+  const Result want = run(batch, split_launches(4)[0]);
+  EXPECT_FALSE(run(batch, launches()[0]) == want) << "was it split?";
+  for (const EmulatedLaunch& launch : scheduled(split_launches(4)))
+    EXPECT_TRUE(run(packed, launch) == want) << describe(launch);
+}
+
 TEST(EmulatedForward, MoreValueHeadsThanKeyHeads) {
   CaseSpec s = spec({40, 70}, 2);
   s.value_heads = 6;
@@ -114,6 +165,7 @@ TEST(EmulatedForward, EqualBatch) {
 TEST(EmulatedForward, LongSequence) {
   Case c(spec({1024}));
   check(c, kOrdinaryBound);
+  check(c, kOrdinaryBound, scheduled(split_launches(9)));
 }
 
 TEST(EmulatedForward, OrderOfSequencesDoesNotMatter) {
@@ -155,6 +207,12 @@ TEST(EmulatedForward, StatesInPlace) {
       EXPECT_TRUE(again.out.bytes() == apart.out) << describe(launch);
       EXPECT_TRUE(again.initial.bytes() == apart.state) << describe(launch);
     }
+    Case split(s);
+    split.args.final_state = split.args.initial_state;
+    split.poison();
+    emulate_forward(split.args, scheduled(split_launches(2 + 1))[0]);
+    EXPECT_TRUE(split.out.bytes() == apart.out);  // too short for three segments
+    EXPECT_TRUE(split.initial.bytes() == apart.state);
   }
 }
 
@@ -206,6 +264,7 @@ TEST(EmulatedForward, SaturatedGates) {
     }
   }
   check(c, kStressBound);
+  check(c, kStressBound, scheduled(split_launches(3)));
 }
 
 TEST(EmulatedForward, LowerBoundsNearZero) {
@@ -215,6 +274,7 @@ TEST(EmulatedForward, LowerBoundsNearZero) {
     Case c(s);
     for (std::int64_t t = 0; t < 256; ++t) c.beta.set(c.beta.get(0, t, 0) - 3, 0, t, 0);
     check(c, kStressBound);
+    check(c, kStressBound, scheduled(split_launches(3)));
   }
 }
 
@@ -233,6 +293,7 @@ TEST(EmulatedForward, ExtremeRates) {
     }
   }
   check(c, kStressBound);
+  check(c, kStressBound, scheduled(split_launches(3)));
 }
 
 // Head 0: q and k tiny; 1: huge; 2: zero rows.
@@ -250,6 +311,7 @@ TEST(EmulatedForward, ExtremeNorms) {
     }
   }
   check(c, kStressBound);
+  check(c, kStressBound, scheduled(split_launches(3)));
   for (std::int64_t t = 0; t < 200; t += 7) {
     for (std::int64_t i = 0; i < 128; ++i) EXPECT_EQ(c.out.get(0, t, 2, i), 0.0);
   }
@@ -272,6 +334,7 @@ TEST(EmulatedForward, IdenticalKeys) {
     }
   }
   check(c, 5e-2);
+  check(c, 5e-2, scheduled(split_launches(5)));
 }
 
 // Every step is exact in bf16, so the result is too: signed one-hot keys and queries with repeats,
@@ -308,6 +371,33 @@ TEST(EmulatedForward, ExactInputsGiveExactResults) {
     }
   }
   check(c, 0.0);
+  check(c, 0.0, scheduled(split_launches(3)));
+}
+
+// NaN in a row of a state, in a value of the first segment and in one of an inner segment.
+TEST(EmulatedForward, NanStaysInItsRowsAcrossSegments) {
+  CaseSpec s = spec({200, 200}, 2);
+  Case clean(s), dirty(s);
+  dirty.initial.set(kNan, 0, 0, 3, 9);
+  dirty.v.set(kNan, 0, 10, 1, 4);
+  dirty.v.set(kNan, 0, 300, 0, 7);
+  const std::vector<EmulatedLaunch> all = scheduled(split_launches(4));
+  run(clean, all[0]);
+  run(dirty, all[0]);
+  for (std::int64_t t = 0; t < 400; ++t) {
+    for (std::int64_t h = 0; h < 2; ++h) {
+      for (std::int64_t i = 0; i < 128; ++i) {
+        // From the chunk on that holds it.
+        const bool lost = t < 200 ? (h == 0 && i == 3) || (h == 1 && i == 4)
+                                  : h == 0 && i == 7 && t >= 296;
+        if (lost) {
+          ASSERT_TRUE(std::isnan(dirty.out.get(0, t, h, i))) << t << " " << h << " " << i;
+        } else {
+          ASSERT_EQ(dirty.out.get(0, t, h, i), clean.out.get(0, t, h, i)) << t << " " << h << " " << i;
+        }
+      }
+    }
+  }
 }
 
 // NaN in a state and in a value; `foreign` in every row past the last sequence, which shares the

@@ -220,7 +220,15 @@ inline void tensor_store_wait_read() {
 inline void tensor_store_wait_all() {
   detail::block().copies.wait_read("tensor_store_wait_all", 0);
 }
-inline void prefetch_tensor_map(const TensorMap* /*map*/) {}
+inline void bulk_load(SharedAddress to, const void* from, int bytes, SharedAddress barrier) {
+  detail::block().copies.load_bytes(to, from, bytes, barrier);
+}
+inline void prefetch_to_l2(const void* from, int bytes) {
+  if (reinterpret_cast<std::uintptr_t>(from) % 16 != 0 || bytes <= 0 || bytes % 16 != 0) {
+    detail::block().scheduler.fail(
+        emulation::format("prefetch_to_l2: %p, %d bytes: not in multiples of 16", from, bytes));
+  }
+}
 
 // ---- global memory
 // -------------------------------------------------------------------------------

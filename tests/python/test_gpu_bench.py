@@ -23,11 +23,15 @@ from benchmarks.gpu import (  # noqa: E402
     cases,
     data,
     environment,
+    fla_tuning,
+    host,
     oracle,
     providers,
+    record,
     render,
     run,
     timing,
+    watch,
 )
 
 import flash_kda  # noqa: E402
@@ -51,6 +55,40 @@ def test_headline_cases():
     assert cases.CASES["fixed-8192-h96"].least_bytes == 8192 * 96 * 1282 + 2 * 96 * 65536
 
 
+def test_states_of_a_case():
+    lengths = (5, 40)
+    half = data.random_inputs(cases.Case("half", lengths, 2, "bf16"), "cpu")
+    assert (half.initial_state.dtype, half.final_state) == (torch.bfloat16, torch.bfloat16)
+    none = data.random_inputs(cases.Case("none", lengths, 2, "none"), "cpu")
+    assert (none.initial_state, none.final_state) == (None, None)
+    assert providers.FlashKda().prepare(none)()[1] is None
+    _, final = providers.FlashKda().prepare(half)()
+    assert final.dtype == torch.bfloat16
+    assert bool(final.isfinite().all())
+    size = {s: cases.Case(s, lengths, 2, s).least_bytes for s in ("fp32", "bf16", "none")}
+    assert size["fp32"] - size["none"] == 2 * (size["bf16"] - size["none"]) == 2 * 2 * 2 * 65536
+
+
+def test_the_other_cases_are_all_there():
+    named = {case.name: case for group in ("more", "crowds") for case in cases.GROUPS[group]}
+    assert set(named) == {
+        *(f"fixed-8192-h{heads}" for heads in (32, 16, 8, 4)),
+        *("fixed-65536-h8", "fixed-65536-h32", "fixed-131072-h4", "fixed-1048576-h1"),
+        *("uniform-128x64-h32", "fixed-1024-h32", "fixed-128-h32", "crowd-4096x32-h32"),
+        *("crowd-70000x0-3-h8", "contrast-1000x-h32"),
+    }
+    assert {name for name, case in named.items() if case.states == "none"} == {
+        "crowd-4096x32-h32",
+        "crowd-70000x0-3-h8",
+    }
+    assert named["uniform-128x64-h32"].states == "bf16"
+    assert named["crowd-4096x32-h32"].tokens == 131072
+    lengths = named["contrast-1000x-h32"].lengths
+    assert max(lengths) == 1000 * min(lengths)
+    assert set(named["crowd-70000x0-3-h8"].lengths) == {0, 1, 2, 3}
+    assert len(named["crowd-70000x0-3-h8"].lengths) == 70000
+
+
 def test_cases_by_head_count():
     heads = [case.heads for case in cases.select(["all"])]
     assert heads == sorted(heads, reverse=True)
@@ -64,6 +102,7 @@ def test_random_inputs():
     assert not torch.equal(a.q, a.k)
     assert a.cu_seqlens.tolist() == [0, 5, 5, 45]
     assert a.initial_state.shape == (3, 2, 128, 128)
+    assert (a.initial_state.dtype, a.final_state) == (torch.float32, torch.float32)
     assert 0.9 < float(a.v.float().std()) < 1.1
     assert 0.0 <= float(a.A_log.min()) <= float(a.A_log.max()) < 0.5
 
@@ -110,19 +149,16 @@ def test_worst_relative_rms():
     assert oracle.worst_relative_rms(x, reference, head_dim=1) == float("inf")
 
 
-def test_accuracy_sees_a_wrong_provider():
-    class Wrong(providers.FlashKda):
-        name = "wrong"
-
-        def prepare(self, inputs):
-            call = super().prepare(inputs.but(g=inputs.g[:, :, :1].expand_as(inputs.g).clone()))
-            return lambda: call()
-
-    rows = accuracy.rows([providers.FlashKda(), Wrong()], 2, "cpu", most_tokens=64)
-    assert len(rows) == 2 * len(accuracy.INPUTS)
-    assert max(row["out"] for row in rows if row["provider"] == "flash_kda") < 5e-3
-    wrong = {row["input"]: row for row in rows if row["provider"] == "wrong"}
-    assert wrong["default"]["out"] > 0.1
+@pytest.mark.parametrize("name", accuracy.INPUTS)
+def test_accuracy_sees_a_wrong_provider(name):
+    inputs = accuracy.INPUTS[name][0](2, 64, "cpu")
+    expected = oracle.recurrence(inputs)
+    right = accuracy.row(name, "right", providers.FlashKda().prepare(inputs)(), expected)
+    assert right["input"] == name
+    assert max(right["out"], right["state"]) < 5e-3
+    one_head = inputs.but(v=inputs.v[:, :, :1].expand_as(inputs.v).clone())
+    wrong = accuracy.row(name, "wrong", providers.FlashKda().prepare(one_head)(), expected)
+    assert min(wrong["out"], wrong["state"]) > 0.1
 
 
 # --- timing ---------------------------------------------------------------------------------------
@@ -217,13 +253,16 @@ class FakeGpu:
 def test_each_timed_call_follows_a_flush(monkeypatch, method):
     gpu = FakeGpu(monkeypatch)
     calls = {"a": lambda: gpu.work("a", 1.0), "b": lambda: gpu.work("b", 2.0)}
+    if method == "graph":
+        calls = {name: timing.captured(call) for name, call in calls.items()}
+        assert not gpu.log, "a capture runs nothing"
     times = timing.measure(calls, method, 4, "cuda")
     assert times == {"a": pytest.approx([1.0] * 4), "b": pytest.approx([2.0] * 4)}
     rounds = [gpu.log[i : i + 4] for i in range(0, len(gpu.log), 4)]
     assert len(rounds) == 2 * (4 + 3)
     for flush, begin, work, end in rounds:
         assert (flush, begin, end) == ("flush", "event", "event")
-        assert work in calls
+        assert work in ("a", "b")
 
 
 def test_unknown_method():
@@ -231,7 +270,7 @@ def test_unknown_method():
         timing.measure({}, "graph", 1, "cpu")
 
 
-# --- providers, record, page ----------------------------------------------------------------------
+# --- providers, record ----------------------------------------------------------------------------
 
 
 def test_fla_is_called_as_its_layer_calls_it(monkeypatch):
@@ -279,47 +318,251 @@ def test_file_stem():
     assert environment.file_stem("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
 
 
-def test_run_writes_the_record(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(cases.CASES, SMALL.name, SMALL)
+# --- the run, its worker, its limits --------------------------------------------------------------
+
+PLUGIN = """
+import os, time, threading
+from benchmarks.gpu import cases, providers
+
+for name, lengths in {"small": (5, 0, 40), "small2": (7,)}.items():
+    cases.CASES[name] = cases.Case(name, lengths, 2)
+
+class Fails(providers.FlashKda):
+    name = "fails"
+    def prepare(self, inputs):
+        raise RuntimeError("out of luck")
+
+class Hangs(providers.FlashKda):
+    name = "hangs"
+    def prepare(self, inputs):
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()  # no signal handler of Python's runs from here on
+
+class Dies(providers.FlashKda):
+    name = "dies"
+    def prepare(self, inputs):
+        os.kill(os.getpid(), 11)
+
+class DiesLate(providers.FlashKda):
+    name = "dies_late"
+    def prepare(self, inputs):
+        call, calls = super().prepare(inputs), []
+        def run():
+            calls.append(1)
+            if len(calls) > 4:
+                os._exit(9)
+            return call()
+        return run
+
+class NoImport(providers.FlashKda):
+    name = "no_import"
+    def version(self):
+        raise ImportError("a symbol is missing")
+
+for kind in (Fails, Hangs, Dies, DiesLate, NoImport):
+    providers.PROVIDERS[kind.name] = kind()
+"""
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Runs the benchmark on the CPU with providers that misbehave; status and record."""
+    (tmp_path / "misbehaving.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(cases, "CASES", dict(cases.CASES))
+    monkeypatch.setattr(providers, "PROVIDERS", dict(providers.PROVIDERS))
+    monkeypatch.delitem(sys.modules, "misbehaving", raising=False)
     path = tmp_path / "cpu.json"
-    arguments = ["--device", "cpu", "--cases", "small", "--reps", "3", "--accuracy-tokens", "40"]
-    assert run.main([*arguments, "--commit", "c0ffee", "--out", str(path)]) == 0
-    record = json.loads(path.read_text())
+
+    def call(*arguments, chosen=("small",)):
+        common = ["--device", "cpu", "--rounds", "3", "--commit", "c0ffee", "--out", str(path)]
+        more = ["--plugin", "misbehaving", "--cases", *chosen, *arguments]
+        if "--providers" not in arguments:
+            more += ["--providers", "flash_kda"]
+        status = run.main([*common, *more])
+        return status, json.loads(path.read_text())
+
+    return call
+
+
+def results_of(written):
+    return [(row["case"], row["provider"]) for row in written["results"]]
+
+
+def skipped_of(written):
+    return [(row["case"], row["provider"], row["step"]) for row in written["skipped"]]
+
+
+def test_run_writes_the_record(bench, capfd):
+    status, written = bench("--accuracy-tokens", "40")
+    assert status == 0
     keys = ["gpu", "driver", "cuda", "torch", "commit", "kernel_digest", "results", "accuracy"]
-    assert list(record) == keys
-    assert record["commit"] == "c0ffee"
-    row = record["results"][0]
+    assert list(written) == keys
+    assert written["commit"] == "c0ffee"
+    row = written["results"][0]
     assert list(row) == ["case", "provider", "method", "state", "median_ms", "p20_ms", "p80_ms"]
-    assert (row["case"], row["provider"], row["method"]) == ("small", "flash_kda", "eager")
+    named = (row["case"], row["provider"], row["method"], row["state"])
+    assert named == ("small", "flash_kda", "eager", "fp32")
     assert 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
-    assert [list(row) for row in record["accuracy"]] == [["input", "provider", "out", "state"]] * 5
-    assert "flash_kda ms" in capsys.readouterr().out
+    assert [list(row) for row in written["accuracy"]] == [["input", "provider", "out", "state"]] * 5
+    out = capfd.readouterr().out
+    assert "flash_kda ms" in out
+    assert "s] small, flash_kda, first call ..." in out
 
 
-def test_run_keeps_what_ran(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(cases.CASES, SMALL.name, SMALL)
+def test_a_failing_provider_costs_itself_alone(bench, capfd):
+    chosen = ("--providers", "fails", "flash_kda", "--no-accuracy")
+    status, written = bench(*chosen, chosen=("small", "small2"))
+    assert status == 1
+    assert results_of(written) == [("small", "flash_kda"), ("small2", "flash_kda")]
+    assert skipped_of(written) == [(c, "fails", "first call") for c in ("small", "small2")]
+    assert "out of luck" in written["skipped"][0]["reason"]
+    assert "Traceback" in capfd.readouterr().err
 
-    class Broken(providers.FlashKda):
-        name = "broken"
 
-        def prepare(self, inputs):
-            raise RuntimeError("out of luck")
-
-    monkeypatch.setitem(providers.PROVIDERS, "broken", Broken())
-    path = tmp_path / "cpu.json"
-    arguments = ["--device", "cpu", "--cases", "small", "--reps", "2", "--no-accuracy"]
-    chosen = ["--providers", "broken", "flash_kda"]
-    assert run.main([*arguments, *chosen, "--out", str(path)]) == 1
-    assert "out of luck" in capsys.readouterr().err
-    assert [row["provider"] for row in json.loads(path.read_text())["results"]] == ["flash_kda"]
+def test_a_hanging_provider_is_ended(bench):
+    chosen = ("--providers", "flash_kda", "hangs", "--no-accuracy", "--peer-limit", "2")
+    status, written = bench(*chosen, chosen=("small", "small2", "fixed-128-h32"))
+    assert status == 1
+    names = ["fixed-128-h32", "small", "small2"]
+    assert sorted(results_of(written)) == [(name, "flash_kda") for name in names]
+    # Twice is enough: the last case is not made to wait.
+    assert len(skipped_of(written)) == 2
+    assert {row["reason"] for row in written["skipped"]} == {"took more than 2 s"}
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--cases", "none-such"], ["--providers", "none-such"]], ids=["case", "provider"]
+    ("provider", "step", "status"), [("dies", "first call", -11), ("dies_late", "eager", 9)]
+)
+def test_a_crash_costs_its_step_alone(bench, provider, step, status):
+    chosen = ("--providers", provider, "flash_kda", "--no-accuracy")
+    code, written = bench(*chosen, chosen=("small", "small2"))
+    assert code == 1
+    assert [name for _, _, name in skipped_of(written)] == [step] * 2
+    assert {row["reason"] for row in written["skipped"]} == {f"worker's status {status}"}
+    alone = step == "first call"  # a crash while providers take turns may be either's
+    assert results_of(written) == (
+        [("small", "flash_kda"), ("small2", "flash_kda")] if alone else []
+    )
+
+
+def test_a_provider_that_cannot_be_imported(bench):
+    status, written = bench("--providers", "no_import", "flash_kda", "--no-accuracy")
+    assert status == 1
+    assert results_of(written) == [("small", "flash_kda")]
+    assert skipped_of(written) == [("all", "no_import", "import")]
+
+
+def test_the_budget_ends_the_run(bench):
+    chosen = ("--providers", "hangs", "--no-accuracy", "--peer-limit", "50", "--budget", "4")
+    status, written = bench(*chosen, chosen=("small", "small2"))
+    assert status == 1
+    assert written["results"] == []
+    assert {row["reason"] for row in written["skipped"]} == {"the budget of time is spent"}
+
+
+def test_merge_keeps_other_cases(bench):
+    bench("--providers", "fails", "flash_kda", "--no-accuracy")
+    status, written = bench("--no-accuracy", "--merge", chosen=("small2",))
+    assert status == 0
+    assert results_of(written) == [("small", "flash_kda"), ("small2", "flash_kda")]
+    assert len(written["skipped"]) == 1
+    before = written["results"][0]["median_ms"]
+    status, written = bench("--no-accuracy", "--merge")
+    assert sorted(results_of(written)) == [("small", "flash_kda"), ("small2", "flash_kda")]
+    assert written["skipped"] == [], "it is run again"
+    assert written["results"][-1]["median_ms"] != before
+
+
+def test_merge_refuses_other_kernels(bench, monkeypatch, capsys):
+    bench("--no-accuracy")
+    monkeypatch.setattr(environment, "kernel_digest", lambda: "0" * 64)
+    assert bench("--no-accuracy", "--merge")[0] == 2
+    assert "kernel_digest" in capsys.readouterr().err
+    assert bench("--no-accuracy")[0] == 0, "without --merge the file is a new one"
+
+
+def test_a_worker_that_never_starts(tmp_path, capsys):
+    events = []
+    options = {"step_limit": 5.0, "providers": [], "methods": []}
+    tasks = [{"kind": "case", "name": "x", "without": []}]
+    watching = watch.Watch(tasks, options, events.append, watch.time.monotonic(), 60.0)
+    watching.run([sys.executable, "-c", "raise SystemExit(3)"], {})
+    (event,) = events
+    assert event["rows"][0]["reason"] == "the worker ends before any step"
+    assert "status 3 outside a step" in capsys.readouterr().out
+
+
+def test_write_is_one_step(tmp_path):
+    path = tmp_path / "r.json"
+    record.write(path, {"a": 1})
+    with pytest.raises(TypeError):
+        record.write(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_listing(capsys):
+    assert run.main(["--device", "cpu", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in cases.CASES)
+    assert "131072 tokens, 4096 sequences, 32 heads, states none" in out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--cases", "none-such"], ["--providers", "none-such"], ["--methods", "none-such"]],
+    ids=["case", "provider", "method"],
 )
 def test_run_names_what_is_wrong(wrong, capsys):
     assert run.main(["--device", "cpu", *wrong]) == 2
     assert "none-such" in capsys.readouterr().err
+
+
+# --- host time and fla's tuning -------------------------------------------------------------------
+
+
+def test_host_time_needs_a_busy_device():
+    calls = []
+    us = host.microseconds(lambda: calls.append(1), 50, lambda: lambda: False)
+    assert 0 < us < 1000
+    assert len(calls) == 3 + 7 * 50
+    with pytest.raises(RuntimeError, match="out of work"):
+        host.microseconds(lambda: None, 5, lambda: lambda: True)
+
+
+def test_tuning_keys():
+    keys = fla_tuning.keys(cases.select(["headline"]))
+    assert keys == [
+        "96/fixed/fp32/786432",
+        "96/packed/fp32/786432",
+        "64/fixed/fp32/524288",
+        "64/packed/fp32/524288",
+    ]
+    case, rows = fla_tuning.tiny("64/packed/bf16/524288")
+    assert (case.heads, case.packed, case.states, rows) == (64, True, "bf16", 524288)
+    assert case.tokens < 1000
+
+
+def test_choices_are_kept_for_the_same_gpu(tmp_path):
+    entry = {"autotune_key": [96], "config": {"num_warps": 4}}
+    kept = {"kernel": {"one": entry}}
+    fla_tuning.merge(kept, {"kernel": {"two": entry}, "other": {"one": entry}})
+    path = tmp_path / "choices.json"
+    record.write(path, {"gpu": "A", "kernels": kept})
+    assert fla_tuning.load(path, "A") == kept
+    assert fla_tuning.load(path, "B") == {}
+    assert fla_tuning.load(tmp_path / "none.json", "A") == {}
+    where = fla_tuning.unpack(kept, tmp_path / "configs")
+    assert where["FLA_CACHE_MODE"] == "strict"
+    files = {p.name: json.loads(p.read_text()) for p in (tmp_path / "configs").iterdir()}
+    assert set(files) == {"kernel.json", "other.json"}
+    assert set(files["kernel.json"]["autotune_entries"]) == {"one", "two"}
+
+
+# --- page -----------------------------------------------------------------------------------------
 
 
 def record_of(times, errors):

@@ -8,10 +8,11 @@
 
 #include "cuda/check.h"
 #include "cuda/sm90/launch.h"
-#include "cuda/sm90/order_sequences.h"
 #include "cuda/sm90/plan.h"
+#include "cuda/sm90/schedule.h"
 #include "cuda/sm90/tensor_map.h"
 #include "cuda/sm90/traits.h"
+#include "cuda/sm90/workspace.h"
 #include "validate.h"
 
 namespace flash_kda::sm90 {
@@ -56,10 +57,6 @@ BetaMap beta_map(BetaKind kind) {
   return BetaMap::kIdentity;
 }
 
-// Blocks take items by turns as they get free, longest first, when there are more items than blocks
-// and lengths may differ.
-bool balances(const ForwardPlan& plan) { return plan.varlen && plan.workspace_bytes > 0; }
-
 ForwardParams make_params(const ForwardArgs& args, const ForwardPlan& plan) {
   ForwardParams p;
   p.beta = row_params(args.beta);
@@ -81,7 +78,6 @@ ForwardParams make_params(const ForwardArgs& args, const ForwardPlan& plan) {
   p.heads = static_cast<std::int32_t>(plan.value_heads);
   p.heads_per_key = static_cast<std::int32_t>(plan.value_heads / plan.key_heads);
   p.tokens = static_cast<std::int32_t>(plan.tokens);
-  p.items = plan.sequences * plan.value_heads * plan.value_split;
   p.lower_bound = static_cast<float>(args.lower_bound);
   p.scale =
       static_cast<float>(args.scale.value_or(1.0 / std::sqrt(static_cast<double>(plan.key_dim))));
@@ -89,6 +85,61 @@ ForwardParams make_params(const ForwardArgs& args, const ForwardPlan& plan) {
   p.beta_fp32 = args.beta.dtype == DType::kFloat32;
   p.l2norm = args.l2norm;
   return p;
+}
+
+// The plan's choice, read off the space that it asked for: a packed batch that is not scheduled
+// needs none.
+bool scheduled(const ForwardPlan& plan) { return plan.varlen && plan.workspace_bytes > 0; }
+
+void place_workspace(const ForwardPlan& plan, const Workspace& w, char* workspace,
+                     ForwardParams& params) {
+  if (w.scheduled) {
+    params.schedule = reinterpret_cast<Schedule*>(workspace);
+    params.spans[static_cast<int>(Queue::kFirst)] = reinterpret_cast<Span*>(workspace + w.first_at);
+    params.spans[static_cast<int>(Queue::kInner)] = reinterpret_cast<Span*>(workspace + w.inner_at);
+    params.spans[static_cast<int>(Queue::kRest)] = reinterpret_cast<Span*>(workspace + w.rest_at);
+    params.chains = reinterpret_cast<Chain*>(workspace + w.chains_at);
+  }
+  if (w.splits > 0) {
+    constexpr std::int64_t kElements = std::int64_t{kKeyDim} * kValueDim;
+    params.slots = {workspace + w.slots_at, plan.value_heads * kElements, kElements, kKeyDim,
+                    false, true};
+  }
+}
+
+void launch_queue(Queue queue, const ForwardPlan& plan, ForwardParams params,
+                  const TensorMaps& maps, int grid, bool after_kernel, cudaStream_t stream) {
+  params.queue = queue;
+  if (queue == Queue::kInner) {
+    launch_forward_kernel<SegmentMap>(params, maps, grid, after_kernel, stream);
+  } else if (plan.value_split == 2) {
+    launch_forward_kernel<HalfHead>(params, maps, grid, after_kernel, stream);
+  } else {
+    launch_forward_kernel<WholeHead>(params, maps, grid, after_kernel, stream);
+  }
+}
+
+void launch_all(const ForwardPlan& plan, ForwardParams& params, const TensorMaps& maps,
+                cudaStream_t stream) {
+  const Workspace w = workspace_of(plan, scheduled(plan));
+  const auto blocks = [&](std::int64_t items) {
+    return static_cast<int>(std::min<std::int64_t>(items, plan.multiprocessors));
+  };
+  if (!plan.varlen) params.segments = segment_rule(plan).segments(plan.tokens);
+  if (w.scheduled) launch_schedule(params, segment_rule(plan), stream);
+  if (w.splits > 0) {
+    const int first = blocks(w.splits * plan.value_heads * plan.value_split);
+    launch_queue(Queue::kFirst, plan, params, maps, first, w.scheduled, stream);
+    // On the multiprocessors that segments 0 leave, or on all of them as these get free.
+    const std::int64_t inner = w.inner * plan.value_heads * SegmentMap::kItemsPerHead;
+    const int left = plan.multiprocessors - first;
+    const int maps_grid =
+        w.scheduled || left == 0 ? blocks(inner) : std::min(left, blocks(inner));
+    launch_queue(Queue::kInner, plan, params, maps, maps_grid, true, stream);
+    launch_chain(params, w.splits * plan.value_heads, plan.multiprocessors, stream);
+  }
+  launch_queue(Queue::kRest, plan, params, maps, static_cast<int>(plan.grid),
+               w.scheduled || w.splits > 0, stream);
 }
 
 void check_on_host(const ForwardArgs& args, const ForwardPlan& plan, cudaStream_t stream) {
@@ -124,19 +175,8 @@ void forward(const ForwardArgs& args, const ForwardPlan& plan, void* workspace,
     maps.g = make_tensor_map("g", args.g);
     maps.out = make_tensor_map("out", args.out);
   }
-  const bool balanced = balances(plan);
-  if (balanced) {
-    params.counter = static_cast<std::int32_t*>(workspace);
-    params.order = params.counter + 1;
-    launch_order_sequences(params.cu_seqlens, params.cu_int64, params.cu_stride, params.sequences,
-                           params.counter + 1, params.counter, stream);
-  }
-  const int grid = static_cast<int>(plan.grid);
-  if (plan.value_split == 2) {
-    launch_forward_kernel<1>(params, maps, grid, balanced, stream);
-  } else {
-    launch_forward_kernel<2>(params, maps, grid, balanced, stream);
-  }
+  place_workspace(plan, workspace_of(plan, scheduled(plan)), static_cast<char*>(workspace), params);
+  launch_all(plan, params, maps, stream);
 }
 
 }  // namespace flash_kda::sm90

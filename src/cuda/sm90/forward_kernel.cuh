@@ -1,4 +1,4 @@
-// The __global__ function around forward_block, and its launch. Included by one file for each
+// The __global__ function around forward_block, and their launch. Included by one file for each
 // instantiation.
 #pragma once
 
@@ -8,31 +8,31 @@
 
 namespace flash_kda::sm90 {
 
-template <int kStateGroups>
-__global__ void __launch_bounds__(Roles<kStateGroups>::kThreads, 1)
+template <class Block>
+__global__ void __launch_bounds__(Roles<Block>::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params,
                    const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) std::uint8_t shared[];
-  forward_block<kStateGroups>(params, maps, shared_address(shared));
+  forward_block<Block>(params, maps, shared_address(shared));
 }
 
-template <int kStateGroups>
+template <class Block>
 void launch_forward_kernel(const ForwardParams& params, const TensorMaps& maps, int grid,
                            bool after_kernel, cudaStream_t stream) {
-  constexpr int kBytes = SharedLayout<kStateGroups>::kBytes;
-  FLASH_KDA_CUDA_CHECK(cudaFuncSetAttribute(forward_kernel<kStateGroups>,
+  constexpr int kBytes = SharedLayout<Block>::kBytes;
+  FLASH_KDA_CUDA_CHECK(cudaFuncSetAttribute(forward_kernel<Block>,
                                             cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   cudaLaunchAttribute overlap = {};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(grid));
-  config.blockDim = dim3(Roles<kStateGroups>::kThreads);
+  config.blockDim = dim3(Roles<Block>::kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = after_kernel ? 1 : 0;  // only our own scheduling kernel lets us start early
-  FLASH_KDA_CUDA_CHECK(cudaLaunchKernelEx(&config, forward_kernel<kStateGroups>, params, maps));
+  config.numAttrs = after_kernel ? 1 : 0;  // only our own kernels let us start early
+  FLASH_KDA_CUDA_CHECK(cudaLaunchKernelEx(&config, forward_kernel<Block>, params, maps));
 }
 
 }  // namespace flash_kda::sm90

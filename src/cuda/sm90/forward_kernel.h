@@ -9,7 +9,7 @@
 // | solve   | 3              | A_kk, the triangular inverse; X, M                  | solve.h      |
 // | state   | 4 or 8         | the recurrence; 64 V columns a warpgroup            | recurrence.h |
 //
-// kStateGroups = 2: a block computes all 128 V columns of a head. kStateGroups = 1: two blocks
+// Block::kStateGroups = 2: a block computes all 128 V columns of a head. Block::kStateGroups = 1: two blocks
 // share a head and each repeats the preparation; the same bits come out, since columns of V never
 // meet.
 //
@@ -29,24 +29,24 @@
 
 namespace flash_kda::sm90 {
 
-template <int kStateGroups>
+template <class Block>
 FLASH_KDA_DEVICE void initialize_shared(SharedAddress base, int thread) {
-  using Layout = SharedLayout<kStateGroups>;
-  using Blocks = Roles<kStateGroups>;
+  using Layout = SharedLayout<Block>;
+  using Blocks = Roles<Block>;
   // The blocks above the diagonal of M, X and A_qk stay zero from here on.
   for (int at = Layout::kSolutionAt + 16 * thread; at < Layout::kValueAt;
        at += 16 * Blocks::kThreads) {
     store_u32x4(base + at, uint4{0, 0, 0, 0});
   }
   if (thread == 0) {
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < Block::kStages; ++i) {
       barrier_init(base + Layout::kLoaded + 8 * i, 1);
       barrier_init(base + Layout::kPrepared + 8 * i, kWarpgroup / kWarp);
       barrier_init(base + Layout::kSolved + 8 * i, 1);
-      barrier_init(base + Layout::kReleased + 8 * i, kStateGroups * kWarpgroup / kWarp);
+      barrier_init(base + Layout::kReleased + 8 * i, Block::kStateGroups * kWarpgroup / kWarp);
     }
     for (int i = 0; i < kSolverWarps; ++i) barrier_init(base + Layout::kReloaded + 8 * i, 1);
-    for (int i = 0; i < kStateGroups * kValueSlots; ++i) {
+    for (int i = 0; i < Block::kStateGroups * Block::kValueSlots; ++i) {
       barrier_init(base + Layout::kValueLoaded + 8 * i, 1);
       barrier_init(base + Layout::kOutputReady + 8 * i, kWarpgroup / kWarp);
     }
@@ -58,27 +58,33 @@ FLASH_KDA_DEVICE void initialize_shared(SharedAddress base, int thread) {
 
 // The body of the kernel; `base` is the start of the block's shared memory, on a border of 1024
 // bytes.
-template <int kStateGroups>
+template <class Block>
 FLASH_KDA_DEVICE void forward_block(const ForwardParams& params, const TensorMaps& maps,
                                     SharedAddress base) {
-  using Blocks = Roles<kStateGroups>;
+  using Blocks = Roles<Block>;
   const int thread = thread_index();
-  initialize_shared<kStateGroups>(base, thread);
-  wait_for_previous_grid();
+  initialize_shared<Block>(base, thread);
+  // The maps run beside the kernel before theirs, which starts when all that was queued is done and
+  // hands on the word at once; they wait for its end only before their own.
+  if constexpr (!Block::kMap) {
+    wait_for_previous_grid();
+    if (params.queue == Queue::kFirst) launch_next_grid();
+  }
   const int warpgroup = warp_uniform(thread / kWarpgroup);
   const int warp = warp_uniform(thread / kWarp % (kWarpgroup / kWarp));
-  if (warpgroup < kStateGroups) {
+  if (warpgroup < Block::kStateGroups) {
     grow_registers<Blocks::kStateRegisters>();
-    StateRole<kStateGroups>(params, base, warpgroup, warp, lane_index()).run();
-  } else if (warpgroup < kStateGroups + Blocks::kPrepareGroups) {
+    StateRole<Block>(params, base, warpgroup, warp, lane_index()).run();
+  } else if (warpgroup < Block::kStateGroups + Blocks::kPrepareGroups) {
     shrink_registers<Blocks::kPrepareRegisters>();
-    PrepareRole<kStateGroups>{params, base, warpgroup - kStateGroups, warp, lane_index()}.run();
+    PrepareRole<Block>{params, base, warpgroup - Block::kStateGroups, warp, lane_index()}.run();
   } else {
     shrink_registers<Blocks::kSolveRegisters>();
     if (warp < kSolverWarps) {
-      SolveRole<kStateGroups>{params, maps, base, warp, lane_index()}.run();
+      SolveRole<Block>{params, maps, base, warp, lane_index()}.run();
     } else {
-      LoadRole<kStateGroups>{params, maps, base, lane_index()}.run();
+      LoadRole<Block>{params, maps, base, lane_index()}.run();
+      if constexpr (Block::kMap) wait_for_previous_grid();
     }
   }
 }

@@ -8,8 +8,16 @@
 
 namespace flash_kda::sm90 {
 
-template <int kStateGroups>
+// The spans of params.queue: WholeHead, HalfHead for forward spans, SegmentMap for maps.
+// `after_kernel`: the kernel before in the stream is ours, and this one may start while it runs.
+// These throw DeviceError.
+template <class Block>
 void launch_forward_kernel(const ForwardParams& params, const TensorMaps& maps, int grid,
                            bool after_kernel, cudaStream_t stream);
+
+// S_2 .. S_(n-1) of every split sequence, from S_1 and the maps; after launch_forward_kernel.
+// `head_chains`: split sequences times heads, at most.
+void launch_chain(const ForwardParams& params, std::int64_t head_chains, int multiprocessors,
+                  cudaStream_t stream);
 
 }  // namespace flash_kda::sm90

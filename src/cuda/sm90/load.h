@@ -13,61 +13,80 @@
 
 namespace flash_kda::sm90 {
 
-constexpr int kValueLag = kStages - kValueSlots;  // V is loaded this many chunks after q, k, g
-
-// Six boxes of a chunk: g of a value head, k and q of its key head, by halves of channels.
+// The boxes of a chunk: g of a value head, k and (unless it is a map's) q of its key head, by
+// halves of channels.
+template <class Block>
 FLASH_KDA_DEVICE void load_chunk(const TensorMaps& maps, SharedAddress stage, SharedAddress barrier,
                                  int head, int heads_per_key, int token, int batch) {
   const int key_head = head / heads_per_key;
   FLASH_KDA_UNROLL
   for (int half = 0; half < 2; ++half) {
-    const SharedAddress to = stage + half * kChannelHalfBytes;
-    tensor_load(to + kTileG, &maps.g, barrier, 64 * half, head, token, batch);
-    tensor_load(to + kTileK, &maps.k, barrier, 64 * half, key_head, token, batch);
-    tensor_load(to + kTileQ, &maps.q, barrier, 64 * half, key_head, token, batch);
+    const SharedAddress to = stage + half * Block::kChannelHalfBytes;
+    tensor_load(to + Block::kTileG, &maps.g, barrier, 64 * half, head, token, batch);
+    tensor_load(to + Block::kTileK, &maps.k, barrier, 64 * half, key_head, token, batch);
+    if constexpr (!Block::kMap) {
+      tensor_load(to + Block::kTileQ, &maps.q, barrier, 64 * half, key_head, token, batch);
+    }
   }
 }
 
-template <int kStateGroups>
+template <class Block>
 struct LoadRole {
-  using Layout = SharedLayout<kStateGroups>;
-  static constexpr int kValueBlocks = kValueDim / (kStateGroups * kGroupValues);
+  using Layout = SharedLayout<Block>;
 
   const ForwardParams& params;
   const TensorMaps& maps;
   SharedAddress base;
   int lane;
 
+  // V is loaded this many chunks after q, k, g.
+  static constexpr int kValueLag = Block::kStages - Block::kValueSlots;
+
   FLASH_KDA_DEVICE int batch(const ChunkDescriptor& d) const {
     return params.cu_seqlens != nullptr ? 0 : d.sequence;
   }
-  FLASH_KDA_DEVICE static int head(const ChunkDescriptor& d) { return d.head_block / kValueBlocks; }
+  FLASH_KDA_DEVICE static int head(const ChunkDescriptor& d) { return d.head_block / Block::kItemsPerHead; }
   FLASH_KDA_DEVICE static int value_column(const ChunkDescriptor& d) {
-    return d.head_block % kValueBlocks * (kStateGroups * kGroupValues);
+    return Block::kMap ? 0 : d.head_block % Block::kItemsPerHead * (Block::kStateGroups * kGroupValues);
   }
   FLASH_KDA_DEVICE SharedAddress value_tile(int group, int n) const {
-    return base + Layout::kValueAt + (group * kValueSlots + n % kValueSlots) * kTileBytes;
+    return base + Layout::kValueAt + (group * Block::kValueSlots + n % Block::kValueSlots) * kTileBytes;
   }
   FLASH_KDA_DEVICE static int slot_barrier(int group, int n) {
-    return 8 * (group * kValueSlots + n % kValueSlots);
+    return 8 * (group * Block::kValueSlots + n % Block::kValueSlots);
   }
 
-  FLASH_KDA_DEVICE void load_stage(const ChunkDescriptor& d, const StreamPosition& at) const {
+  FLASH_KDA_DEVICE void load_stage(const ChunkDescriptor& d, const StreamPosition<Block>& at) const {
     const SharedAddress barrier = base + Layout::kLoaded + 8 * at.stage;
     if (d.stop() || d.rows() == 0) {
       barrier_arrive(barrier);
       return;
     }
-    barrier_arrive_expect(barrier, kStageBytes);
-    load_chunk(maps, base + Layout::kStageAt + at.stage * kStageBytes, barrier, head(d),
+    barrier_arrive_expect(barrier, Block::kStageBytes);
+    load_chunk<Block>(maps, base + Layout::kStageAt + at.stage * Block::kStageBytes, barrier, head(d),
                params.heads_per_key, d.token, batch(d));
+  }
+
+  // The state that a span starts from, on its way to L2 before the state role asks for it.
+  FLASH_KDA_DEVICE void announce_state(const ChunkDescriptor& d) const {
+    if (!d.first() || d.stop() || d.initial < kCallersState) return;
+    const bool callers = d.initial == kCallersState;
+    const StateParams& s = callers ? params.initial_state : params.slots;
+    if (s.data == nullptr || s.row_stride != kKeyDim) return;
+    constexpr int kElements = Block::kStateGroups * kGroupValues * kKeyDim;
+    const int size = s.bf16 ? 2 : 4;
+    const char* from =
+        static_cast<const char*>(s.data) +
+        size * ((callers ? d.sequence : d.initial) * s.slot_stride + head(d) * s.head_stride +
+                value_column(d) * s.row_stride);
+    if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) prefetch_to_l2(from, size * kElements);
   }
 
   FLASH_KDA_DEVICE void load_values(const ChunkDescriptor& d, int n) const {
     FLASH_KDA_UNROLL
-    for (int group = 0; group < kStateGroups; ++group) {
+    for (int group = 0; group < Block::kStateGroups; ++group) {
       const SharedAddress barrier = base + Layout::kValueLoaded + slot_barrier(group, n);
-      if (d.rows() == 0) {
+      if (d.rows() == 0 || (Block::kMap && d.head_block % 2 != 0)) {  // P has no values
         barrier_arrive(barrier);
         continue;
       }
@@ -92,8 +111,8 @@ struct LoadRole {
 
   FLASH_KDA_DEVICE void store_output(const ChunkDescriptor& d, int n) const {
     FLASH_KDA_UNROLL
-    for (int group = 0; group < kStateGroups; ++group) {
-      barrier_wait(base + Layout::kOutputReady + slot_barrier(group, n), (n / kValueSlots) & 1);
+    for (int group = 0; group < Block::kStateGroups; ++group) {
+      barrier_wait(base + Layout::kOutputReady + slot_barrier(group, n), (n / Block::kValueSlots) & 1);
       fence_async_proxy();  // the state role's writes, before the copy engine reads them: here it
                             // holds up nobody
       if (d.partial()) {
@@ -112,20 +131,20 @@ struct LoadRole {
 
   FLASH_KDA_DEVICE void run() {
     lane = lane_index();
-    WorkCursor work(params, kValueBlocks);
-    StreamPosition at(0);
+    WorkCursor<Block> work(params);
+    StreamPosition<Block> at(0);
     int stops = 0;
     int end = -1;  // number of real chunks, once known
     FLASH_KDA_NO_UNROLL
-    for (; end < 0 || at.n < end + kStages; at.advance(1)) {
+    for (; end < 0 || at.n < end + Block::kStages; at.advance(1)) {
       const int n = at.n;
       const int done =
-          n - kStages;  // the state role has left this chunk behind once its stage is released
+          n - Block::kStages;  // the state role has left this chunk behind once its stage is released
       if (done >= 0 && (end < 0 || done < end))
         barrier_wait(base + Layout::kReleased + 8 * at.stage, at.parity ^ 1);
       ChunkDescriptor finished = {}, incoming = {};
       const int value = n - kValueLag;
-      if (done >= 0) finished = read_descriptor<Layout>(base, done);
+      if (!Block::kMap && done >= 0) finished = read_descriptor<Layout>(base, done);
       if (stops < kStopChunks) {
         const ChunkDescriptor d = work.next(lane);
         if (d.stop()) {
@@ -136,10 +155,13 @@ struct LoadRole {
         if (lane == 0) {
           write_descriptor<Layout>(base, n, d);
           load_stage(d, at);
+          announce_state(d);
         }
       }
       sync_warp();
-      if (done >= 0 && (end < 0 || done < end)) store_output(finished, done);
+      if constexpr (!Block::kMap) {
+        if (done >= 0 && (end < 0 || done < end)) store_output(finished, done);
+      }
       if (value >= 0 && (end < 0 || value < end)) {
         incoming = read_descriptor<Layout>(base, value);
         if (lane == 0) load_values(incoming, value);

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cuda/sm90/segments.h"
+
 #ifdef FLASH_KDA_EMULATION
 #include "cuda/sm90/primitives.h"
 #else
@@ -37,6 +39,7 @@ struct RowParams {
 enum class BetaMap : std::int32_t { kSigmoid, kDoubledSigmoid, kIdentity };
 
 struct ForwardParams {
+  Queue queue = Queue::kRest;
   RowParams beta;  // [B, T, HV]
   RowParams out;   // [B, T, HV, V], for the rows of a last, partial chunk
   StateParams initial_state, final_state;
@@ -45,12 +48,16 @@ struct ForwardParams {
   std::int64_t dt_bias_head_stride = 0;
   const void* cu_seqlens = nullptr;  // [N + 1]; null: a batch of equal lengths
   std::int64_t cu_stride = 0;
-  const std::int32_t* order = nullptr;  // [N]: sequences, longest first; null: as they come
-  std::int32_t* counter = nullptr;      // next item of work; null: item i goes to block i % grid
+
+  // Null: the spans follow from `segments`, each block takes every grid-th item.
+  Schedule* schedule = nullptr;
+  const Span* spans[3] = {};      // by Queue, longest first
+  const Chain* chains = nullptr;  // of split sequences
+  Segments segments;              // of every sequence of a batch
+  StateParams slots;  // workspace: S, R and P of segments, [slot, HV, 128, 128] fp32
 
   std::int32_t sequences = 0, heads = 0, tokens = 0;  // N, HV, T
   std::int32_t heads_per_key = 1;                     // HV / H
-  std::int64_t items = 0;                             // sequences * heads * value blocks
   float lower_bound = -5.0f, scale = 1.0f;
   BetaMap beta_map = BetaMap::kSigmoid;
   bool beta_fp32 = false;

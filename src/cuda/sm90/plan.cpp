@@ -1,7 +1,6 @@
 #include "cuda/sm90/plan.h"
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -9,6 +8,7 @@
 
 #include "cuda/sm90/tensor_map_layout.h"
 #include "cuda/sm90/traits.h"
+#include "cuda/sm90/workspace.h"
 
 namespace flash_kda::sm90 {
 namespace {
@@ -56,7 +56,17 @@ void check_kinds(const ForwardArgs& args) {
   if (args.checkpoint_states.defined()) not_served("checkpoints (checkpoint_states)");
 }
 
-std::size_t align_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
+std::string count(std::int64_t n, const char* what) {
+  return std::to_string(n) + " " + what + (n == 1 ? "" : "s");
+}
+
+std::string split_reason(const ForwardPlan& plan, bool may_split) {
+  if (!plan.options.sequence_split) return "; sequences in one piece, as asked";
+  if (!may_split) return "";
+  if (plan.varlen) return "; sequences that are long enough for it are cut into segments";
+  return "; each sequence in " + count(plan.sequence_segments, "segment") +
+         ", whose inner ones are summed up first";
+}
 
 }  // namespace
 
@@ -79,24 +89,26 @@ void plan(const ForwardArgs& args, int multiprocessors, ForwardPlan& plan) {
                               " is not served by the CUDA kernels of this build (0, 1 or 2)");
   }
   plan.chunk = kChunk;
-  plan.sequence_segments = 1;
-  const std::int64_t heads = plan.sequences * plan.value_heads;
+  plan.multiprocessors = multiprocessors;
+  const SegmentRule rule = segment_rule(plan);
+  const Workspace whole = workspace_of(plan, false);
+  const bool may_split = whole.splits > 0;
+  plan.sequence_segments =
+      !may_split ? 1 : (plan.varlen ? rule.most : rule.segments(plan.tokens).count);
+
+  const std::int64_t heads = whole.rest * plan.value_heads;  // of spans
   const bool halves_fit = 2 * heads <= multiprocessors;
   plan.value_split = split != 0 ? split : (halves_fit ? 2 : 1);
   const std::int64_t items = heads * plan.value_split;
   plan.grid = std::min<std::int64_t>(items, multiprocessors);
-  plan.workspace_bytes = 0;
-  if (plan.varlen && items > plan.grid) {
-    plan.workspace_bytes =
-        align_up((static_cast<std::size_t>(plan.sequences) + 1) * sizeof(std::int32_t),
-                 plan.workspace_alignment);
-  }
+  const bool scheduled = plan.varlen && (may_split || items > plan.grid);
+  plan.workspace_bytes = workspace_of(plan, scheduled).bytes;
   plan.reason =
-      std::to_string(heads) + " heads of work on " + std::to_string(multiprocessors) +
-      " multiprocessors: " +
+      count(plan.sequences * plan.value_heads, "head") + " of work on " +
+      count(multiprocessors, "multiprocessor") + split_reason(plan, may_split) + ": " +
       (split != 0 ? "value_split as asked"
                   : (halves_fit ? "two blocks a head still fit at once" : "one block a head")) +
-      (plan.workspace_bytes > 0 ? "; blocks take sequences as they get free, longest first" : "");
+      (scheduled ? "; blocks take sequences as they get free, longest first" : "");
 }
 
 }  // namespace flash_kda::sm90

@@ -63,11 +63,10 @@ struct BoundedGate {
 // of two.
 enum class RowKind { kPlain, kMasked, kShifted };
 
-template <int kStateGroups>
+template <class Block>
 struct PrepareRole {
-  using Layout = SharedLayout<kStateGroups>;
-  static constexpr int kValueBlocks = kValueDim / (kStateGroups * kGroupValues);
-  static constexpr int kRowsAtOnce = kStateGroups == 2 ? 2 : 4;
+  using Layout = SharedLayout<Block>;
+  static constexpr int kRowsAtOnce = 2;
 
   const ForwardParams& params;
   SharedAddress base;
@@ -85,7 +84,7 @@ struct PrepareRole {
     // 0..7, then of 8..15.
     const int r = lane & 7;
     const SharedAddress rows =
-        stage + channel_half() * kChannelHalfBytes + kTileQ + side() * kHalf * kRowBytes;
+        stage + channel_half() * Block::kChannelHalfBytes + Block::kTileQ + side() * kHalf * kRowBytes;
     const SharedAddress left = rows + (lane & 15) * kRowBytes + (((lane >> 4) ^ r) << 4);
     const SharedAddress right =
         rows + ((lane >> 4) * 8 + r) * kRowBytes + ((((lane >> 3) & 1) ^ r) << 4);
@@ -130,14 +129,14 @@ struct PrepareRole {
     std::uint32_t g[kRowsAtOnce], k[kRowsAtOnce], q[kRowsAtOnce];
     FLASH_KDA_UNROLL
     for (int i = 0; i < kRowsAtOnce; ++i)
-      g[i] = load_u32(row_address(block_address<kUpper>(tile, 0), i) + kTileG);
+      g[i] = load_u32(row_address(block_address<kUpper>(tile, 0), i) + Block::kTileG);
     FLASH_KDA_NO_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       const SharedAddress here = block_address<kUpper>(tile, block);
       FLASH_KDA_UNROLL
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        k[i] = load_u32(row_address(here, i) + kTileK);
-        q[i] = load_u32(row_address(here, i) + kTileQ);
+        k[i] = load_u32(row_address(here, i) + Block::kTileK);
+        q[i] = Block::kMap ? 0 : load_u32(row_address(here, i) + Block::kTileQ);
       }
       float decay[kRowsAtOnce][2];
       FLASH_KDA_UNROLL
@@ -148,7 +147,7 @@ struct PrepareRole {
       if (block + 1 < kBlocks) {  // the next gates, fetched under this block's arithmetic
         FLASH_KDA_UNROLL
         for (int i = 0; i < kRowsAtOnce; ++i) {
-          g[i] = load_u32(row_address(block_address<kUpper>(tile, block + 1), i) + kTileG);
+          g[i] = load_u32(row_address(block_address<kUpper>(tile, block + 1), i) + Block::kTileG);
         }
       }
       FLASH_KDA_UNROLL
@@ -172,14 +171,16 @@ struct PrepareRole {
         float q0 = bf16_low(q[i]), q1 = bf16_high(q[i]);
         if (kKind == RowKind::kShifted) {
           const float key_shift = load_f32(shifts + row * 4),
-                      query_shift = load_f32(shifts + kRowTableBytes + row * 4);
+                      query_shift = Block::kMap ? 1.0f : load_f32(shifts + kRowTableBytes + row * 4);
           k0 *= key_shift, k1 *= key_shift, q0 *= query_shift, q1 *= query_shift;
         }
         if (!valid) k0 = k1 = q0 = q1 = 0.0f;
         const SharedAddress at = row_address(here, i);
-        store_u32(at + kTileG, pack_bf16(k0 * against0, k1 * against1));
-        store_u32(at + kTileK, pack_bf16(-k0 * with0, -k1 * with1));
-        store_u32(at + kTileQ, pack_bf16(q0 * with0, q1 * with1));
+        store_u32(at + Block::kTileG, pack_bf16(k0 * against0, k1 * against1));
+        store_u32(at + Block::kTileK, pack_bf16(-k0 * with0, -k1 * with1));
+        if constexpr (!Block::kMap) {
+          store_u32(at + Block::kTileQ, pack_bf16(q0 * with0, q1 * with1));
+        }
       }
     }
     total[0] = kUpper ? sum[0] : -sum[0];
@@ -190,7 +191,7 @@ struct PrepareRole {
   template <bool kPlainGate, RowKind kKind>
   FLASH_KDA_DEVICE void write_products(SharedAddress stage, const BoundedGate& gate, int valid_rows,
                                        SharedAddress shifts, int table) const {
-    const SharedAddress tile = stage + channel_half() * kChannelHalfBytes +
+    const SharedAddress tile = stage + channel_half() * Block::kChannelHalfBytes +
                                side() * kHalf * kRowBytes + ((lane >> 2) << 4) + ((lane & 3) << 2);
     float total[2];
     if (side() != 0) {
@@ -210,8 +211,8 @@ struct PrepareRole {
     const int row_half = warp == 0 ? 0 : 1, column_half = warp == 2 ? 1 : 0;
     const int r = lane & 7, g = lane >> 2, t = lane & 3;
     SharedAddress left =
-        stage + kTileQ + (row_half * kHalf + (lane & 15)) * kRowBytes + (((lane >> 4) ^ r) << 4);
-    SharedAddress right = stage + kTileG +
+        stage + Block::kTileQ + (row_half * kHalf + (lane & 15)) * kRowBytes + (((lane >> 4) ^ r) << 4);
+    SharedAddress right = stage + Block::kTileG +
                           (column_half * kHalf + ((lane >> 4) << 3) + r) * kRowBytes +
                           ((((lane >> 3) & 1) ^ r) << 4);
     float c[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
@@ -225,8 +226,8 @@ struct PrepareRole {
         mma_bf16(c[0], a, b[0], b[1]);
         mma_bf16(c[1], a, b[2], b[3]);
       }
-      left += kChannelHalfBytes;
-      right += kChannelHalfBytes;
+      left += Block::kChannelHalfBytes;
+      right += Block::kChannelHalfBytes;
     }
     // A row sees itself and earlier rows: on a diagonal block, columns up to its own.
     const bool whole = row_half != column_half;
@@ -250,23 +251,22 @@ struct PrepareRole {
   FLASH_KDA_DEVICE void run() {
     BoundedGate gate = {};
     bool plain_gate = false;
-    int open_head = -1, open_sequence = -1;
-    StreamPosition at(group);
+    int open_head = -1;
+    StreamPosition<Block> at(group);
     FLASH_KDA_NO_UNROLL
-    for (;; at.advance(Roles<kStateGroups>::kPrepareGroups)) {
+    for (;; at.advance(Roles<Block>::kPrepareGroups)) {
       barrier_wait(base + Layout::kLoaded + 8 * at.stage, at.parity);
       lane = lane_index();
       const ChunkDescriptor d = read_descriptor<Layout>(base, at.n);
       if (!d.stop() && d.rows() > 0) {
         // A group sees every second or third chunk: the first that it sees of an item may not be
         // the item's first.
-        if (d.head_block != open_head || d.sequence != open_sequence) {
+        if (d.head_block != open_head) {
           open_head = d.head_block;
-          open_sequence = d.sequence;
-          plain_gate = gate.open(params, d.head_block / kValueBlocks, channel(), true);
+          plain_gate = gate.open(params, d.head_block / Block::kItemsPerHead, channel(), true);
         }
-        const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
-        query_norms(stage, at.table());
+        const SharedAddress stage = base + Layout::kStageAt + at.stage * Block::kStageBytes;
+        if constexpr (!Block::kMap) query_norms(stage, at.table());
         if (plain_gate && !d.partial()) {
           write_products<true, RowKind::kPlain>(stage, gate, kChunk, 0, at.table());
         } else if (plain_gate) {
@@ -274,12 +274,14 @@ struct PrepareRole {
         } else {
           write_products<false, RowKind::kMasked>(stage, gate, d.rows(), 0, at.table());
         }
-        sync_named(1 + group, kWarpgroup);
-        if (warp < 3) query_scores(stage, at.stage);
+        if constexpr (!Block::kMap) {
+          sync_named(1 + group, kWarpgroup);
+          if (warp < 3) query_scores(stage, at.stage);
+        }
       }
       sync_warp();
       if (lane == 0) barrier_arrive(base + Layout::kPrepared + 8 * at.stage);
-      if (d.stop() && (d.rows_flags & 63) < Roles<kStateGroups>::kPrepareGroups)
+      if (d.stop() && (d.rows_flags & 63) < Roles<Block>::kPrepareGroups)
         break;  // fewer end marks follow than groups
     }
   }

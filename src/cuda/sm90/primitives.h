@@ -234,8 +234,15 @@ FLASH_KDA_DEVICE void tensor_store_wait_read() {
 FLASH_KDA_DEVICE void tensor_store_wait_all() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
-FLASH_KDA_DEVICE void prefetch_tensor_map(const TensorMap* map) {
-  cute::prefetch_tma_descriptor(map);
+// `bytes` (a multiple of 16) as they lie, from global to shared memory.
+FLASH_KDA_DEVICE void bulk_load(SharedAddress to, const void* from, int bytes,
+                                SharedAddress barrier) {
+  cute::SM90_BULK_COPY_G2S::copy(from, static_cast<std::uint64_t*>(generic(barrier)), generic(to),
+                                 bytes);
+}
+// A hint: these bytes (a multiple of 16, from a border of 16) will be read soon.
+FLASH_KDA_DEVICE void prefetch_to_l2(const void* from, int bytes) {
+  cute::SM90_BULK_COPY_G2S::PREFETCH::copy(from, bytes);
 }
 
 // ---- global memory -----------------------------------------------------------------------------

@@ -19,10 +19,9 @@
 
 namespace flash_kda::sm90 {
 
-template <int kStateGroups>
+template <class Block>
 struct StateRole {
-  using Layout = SharedLayout<kStateGroups>;
-  static constexpr int kValueBlocks = kValueDim / (kStateGroups * kGroupValues);
+  using Layout = SharedLayout<Block>;
 
   const ForwardParams& params;
   SharedAddress base;
@@ -39,7 +38,7 @@ struct StateRole {
         group(which),
         warp(warp_in_group),
         lane(l),
-        values_at_lane(shared + Layout::kValueAt + which * kValueSlots * kTileBytes +
+        values_at_lane(shared + Layout::kValueAt + which * Block::kValueSlots * kTileBytes +
                        (((l >> 4) << 3) + (l & 7)) * kRowBytes +
                        (((2 * warp_in_group + ((l >> 3) & 1)) ^ (l & 7)) << 4)),
         factors_at_lane(shared + (l & 3) * kFactorPitchBytes) {}
@@ -48,78 +47,123 @@ struct StateRole {
   FLASH_KDA_DEVICE int t() const { return lane & 3; }
 
   FLASH_KDA_DEVICE SharedAddress slot_barrier(int kind, int n) const {
-    return base + kind + 8 * (group * kValueSlots + n % kValueSlots);
+    return base + kind + 8 * (group * Block::kValueSlots + n % Block::kValueSlots);
   }
   // ldmatrix / stmatrix row of this lane in a value tile: blocks (tokens 0..7 | 8..15) x (columns
   // 0..7 | 8..15) of the warp's 16 columns; transposed, they are a wgmma A operand's registers.
   FLASH_KDA_DEVICE SharedAddress value_row(int n) const {
-    return values_at_lane + n % kValueSlots * kTileBytes;
+    return values_at_lane + n % Block::kValueSlots * kTileBytes;
   }
 
   // ---- states in global memory: this lane's rows g and g + 8 of the warp's 16, channels 8j + 2t
   // and + 1 ----
-  FLASH_KDA_DEVICE std::int64_t state_offset(const StateParams& s, const ChunkDescriptor& d) const {
-    const int row = d.head_block % kValueBlocks * (kStateGroups * kGroupValues) +
-                    group * kGroupValues + 16 * warp + g();
-    return d.sequence * s.slot_stride + d.head_block / kValueBlocks * s.head_stride +
-           row * s.row_stride + 2 * t();
+  FLASH_KDA_DEVICE int state_row(const ChunkDescriptor& d) const {
+    const int block = Block::kMap ? 0 : d.head_block % Block::kItemsPerHead;
+    return block * (Block::kStateGroups * kGroupValues) + group * kGroupValues + 16 * warp + g();
+  }
+  FLASH_KDA_DEVICE std::int64_t state_offset(const StateParams& s, const ChunkDescriptor& d,
+                                             int slot) const {
+    return slot * s.slot_stride + d.head_block / Block::kItemsPerHead * s.head_stride +
+           state_row(d) * s.row_stride + 2 * t();
+  }
+  // The array that holds the state called `which`.
+  FLASH_KDA_DEVICE const StateParams& states(const StateParams& callers, int which) const {
+    return which == kCallersState ? callers : params.slots;
   }
 
-  FLASH_KDA_DEVICE void load_state(const ChunkDescriptor& d, float (&state)[64]) const {
-    const StateParams& s = params.initial_state;
-    if (s.data == nullptr) {
+  FLASH_KDA_DEVICE void load_state(const ChunkDescriptor& d, int n, float (&state)[64]) const {
+    const int initial = read_span_states<Layout>(base, n).initial;
+    const StateParams& s = states(params.initial_state, initial);
+    if (initial == kNoState || initial == kIdentityState || s.data == nullptr) {
+      const int diagonal = initial == kIdentityState ? state_row(d) - 2 * t() : -1;
       FLASH_KDA_UNROLL
-      for (float& x : state) x = 0.0f;
+      for (int i = 0; i < 64; ++i)
+        state[i] = diagonal == 8 * (i >> 2) + (i & 1) - 8 * (i >> 1 & 1) ? 1.0f : 0.0f;
       return;
     }
-    const std::int64_t at = state_offset(s, d);
+    const std::int64_t at = state_offset(s, d, initial == kCallersState ? d.sequence : initial);
+    if (!s.bf16) {
+      const float* p = static_cast<const float*>(s.data) + at;
+      s.pairs ? load_rows<float2>(p, s.row_stride, state) : load_rows<float>(p, s.row_stride, state);
+    } else {
+      const std::uint16_t* p = static_cast<const std::uint16_t*>(s.data) + at;
+      s.pairs ? load_rows<std::uint32_t>(p, s.row_stride, state)
+              : load_rows<std::uint16_t>(p, s.row_stride, state);
+    }
+  }
+  // This lane's part of a state, read by pairs or by single elements; all reads before their first
+  // use.
+  template <class Unit, class Element>
+  FLASH_KDA_DEVICE static void load_rows(const Element* p, std::int64_t row_stride,
+                                         float (&state)[64]) {
     FLASH_KDA_UNROLL
     for (int i = 0; i < 32; ++i) {  // row i & 1, channels 8 (i >> 1) + 2t
-      const std::int64_t from = at + (i & 1) * 8 * s.row_stride + 8 * (i >> 1);
-      float2 x;
-      if (s.bf16) {
-        const std::uint16_t* p = static_cast<const std::uint16_t*>(s.data) + from;
-        const std::uint32_t pair = s.pairs ? *reinterpret_cast<const std::uint32_t*>(p)
-                                           : p[0] | static_cast<std::uint32_t>(p[1]) << 16;
-        x = {bf16_low(pair), bf16_high(pair)};
+      const Element* from = p + (i & 1) * 8 * row_stride + 8 * (i >> 1);
+      if constexpr (sizeof(Unit) == 2 * sizeof(Element)) {
+        const Unit x = *reinterpret_cast<const Unit*>(from);
+        if constexpr (sizeof(Element) == 4) {
+          state[2 * i] = x.x, state[2 * i + 1] = x.y;
+        } else {
+          state[2 * i] = bf16_low(x), state[2 * i + 1] = bf16_high(x);
+        }
+      } else if constexpr (sizeof(Element) == 4) {
+        state[2 * i] = from[0], state[2 * i + 1] = from[1];
       } else {
-        const float* p = static_cast<const float*>(s.data) + from;
-        x = s.pairs ? *reinterpret_cast<const float2*>(p) : float2{p[0], p[1]};
+        state[2 * i] = bf16_low(from[0]), state[2 * i + 1] = bf16_low(from[1]);
       }
-      state[2 * i] = x.x;
-      state[2 * i + 1] = x.y;
     }
   }
 
   // `rounded`: the values are bf16 already (an untouched state passes bit for bit).
-  FLASH_KDA_DEVICE void store_state(const ChunkDescriptor& d, const float (&state)[64],
+  FLASH_KDA_DEVICE void store_state(const ChunkDescriptor& d, int n, const float (&state)[64],
                                     bool rounded) const {
-    const StateParams& s = params.final_state;
-    if (s.data == nullptr) return;
-    const std::int64_t at = state_offset(s, d);
-    FLASH_KDA_UNROLL
-    for (int i = 0; i < 32; ++i) {
-      const std::int64_t to = at + (i & 1) * 8 * s.row_stride + 8 * (i >> 1);
-      const float x = state[2 * i], y = state[2 * i + 1];
-      if (s.bf16) {
-        std::uint16_t* p = static_cast<std::uint16_t*>(s.data) + to;
-        const std::uint32_t pair =
-            rounded ? bits(x) >> 16 | (bits(y) & 0xffff0000u) : pack_bf16(x, y);
+    const int final = read_span_states<Layout>(base, n).final;
+    const StateParams& s = states(params.final_state, final);
+    if (final == kNoState || s.data == nullptr) return;
+    const std::int64_t at = state_offset(s, d, final == kCallersState ? d.sequence : final);
+    if (!s.bf16) {
+      float* p = static_cast<float*>(s.data) + at;
+      FLASH_KDA_UNROLL
+      for (int i = 0; i < 32; ++i) {
+        float* to = p + (i & 1) * 8 * s.row_stride + 8 * (i >> 1);
         if (s.pairs) {
-          *reinterpret_cast<std::uint32_t*>(p) = pair;
+          *reinterpret_cast<float2*>(to) = {state[2 * i], state[2 * i + 1]};
         } else {
-          p[0] = static_cast<std::uint16_t>(pair);
-          p[1] = static_cast<std::uint16_t>(pair >> 16);
-        }
-      } else {
-        float* p = static_cast<float*>(s.data) + to;
-        if (s.pairs) {
-          *reinterpret_cast<float2*>(p) = {x, y};
-        } else {
-          p[0] = x;
-          p[1] = y;
+          to[0] = state[2 * i], to[1] = state[2 * i + 1];
         }
       }
+      return;
+    }
+    std::uint16_t* p = static_cast<std::uint16_t*>(s.data) + at;
+    FLASH_KDA_UNROLL
+    for (int i = 0; i < 32; ++i) {
+      std::uint16_t* to = p + (i & 1) * 8 * s.row_stride + 8 * (i >> 1);
+      const float x = state[2 * i], y = state[2 * i + 1];
+      const std::uint32_t pair =
+          rounded ? bits(x) >> 16 | (bits(y) & 0xffff0000u) : pack_bf16(x, y);
+      if (s.pairs) {
+        *reinterpret_cast<std::uint32_t*>(to) = pair;
+      } else {
+        to[0] = static_cast<std::uint16_t>(pair), to[1] = static_cast<std::uint16_t>(pair >> 16);
+      }
+    }
+  }
+
+  // P in the form that the chain reads (kMapBytes).
+  FLASH_KDA_DEVICE void store_map(const ChunkDescriptor& d, int n, const float (&state)[64]) const {
+    const StateParams& s = params.slots;
+    const int row = state_row(d);
+    char* p = reinterpret_cast<char*>(static_cast<float*>(s.data) +
+                                      read_span_states<Layout>(base, n).final * s.slot_stride +
+                                      d.head_block / Block::kItemsPerHead * s.head_stride);
+    FLASH_KDA_UNROLL
+    for (int i = 0; i < 32; ++i) {
+      const float x = state[2 * i], y = state[2 * i + 1];
+      const std::uint32_t high = pack_bf16(x, y);
+      char* to = p + (row + (i & 1) * 8) * kMapRowBytes + map_unit(row, i >> 1) + 4 * t();
+      *reinterpret_cast<std::uint32_t*>(to) = high;
+      *reinterpret_cast<std::uint32_t*>(to + kMapPartBytes) =
+          pack_bf16(x - bf16_low(high), y - bf16_high(high));
     }
   }
 
@@ -161,35 +205,40 @@ struct StateRole {
     }
   }
 
+  // S <- S diag(step), and what bf16 holds of it.
+  FLASH_KDA_DEVICE void rescale(float (&state)[64], std::uint32_t (&s)[32], int table) const {
+    FLASH_KDA_UNROLL
+    for (int pair = 0; pair < 8; ++pair) {
+      float* x = state + 8 * pair;
+      scale_pair(x, factors(Layout::kStepAt, table, pair));
+      FLASH_KDA_UNROLL
+      for (int i = 0; i < 4; ++i) s[4 * pair + i] = pack_bf16(x[2 * i], x[2 * i + 1]);
+    }
+  }
+
   // One chunk: S moves on, `output` receives the packed O of this chunk after `pending` was handed
   // over.
   FLASH_KDA_DEVICE void chunk(float (&state)[64], std::uint32_t (&output)[8], bool pending,
-                              int rows, const StreamPosition& at) const {
-    const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
+                              int rows, const StreamPosition<Block>& at) const {
+    const SharedAddress stage = base + Layout::kStageAt + at.stage * Block::kStageBytes;
     const int slot = at.n & (kSolutionSlots - 1);
-    const std::uint64_t keys_queries = matrix_descriptor(stage + kTileK, 16, kRowGroupBytes);
+    const std::uint64_t keys_queries = matrix_descriptor(stage + Block::kTileK, 16, kRowGroupBytes);
     const std::uint64_t key_rows =
-        matrix_descriptor(stage + kTileG, kChannelHalfBytes, kRowGroupBytes);
+        matrix_descriptor(stage + Block::kTileG, Block::kChannelHalfBytes, kRowGroupBytes);
     const std::uint64_t solution =
         matrix_descriptor(base + Layout::kSolutionAt + slot * kTileBytes, 16, kRowGroupBytes);
     const std::uint64_t query_scores =
         matrix_descriptor(base + Layout::kQueryScoreAt + at.stage * kTileBytes, 16, kRowGroupBytes);
 
     std::uint32_t s[32];
-    FLASH_KDA_UNROLL
-    for (int pair = 0; pair < 8; ++pair) {
-      float* x = state + 8 * pair;
-      scale_pair(x, factors(Layout::kStepAt, at.table(), pair));
-      FLASH_KDA_UNROLL
-      for (int i = 0; i < 4; ++i) s[4 * pair + i] = pack_bf16(x[2 * i], x[2 * i + 1]);
-    }
+    rescale(state, s, at.table());
     float p[16], o[16];
     wgmma_touch(p);
     wgmma_touch(o);
     wgmma_fence();
     FLASH_KDA_UNROLL
     for (int k = 0; k < 8; ++k) {
-      wgmma_n64(p, o, s + 4 * k, keys_queries + (k >> 2) * (kChannelHalfBytes >> 4) + (k & 3) * 2,
+      wgmma_n64(p, o, s + 4 * k, keys_queries + (k >> 2) * (Block::kChannelHalfBytes >> 4) + (k & 3) * 2,
                 k > 0);
     }
     wgmma_commit();
@@ -198,7 +247,7 @@ struct StateRole {
     for (float& x : state) x *= kUnboost;
     wgmma_touch(
         state);  // here, in the product's shadow, not where the compiler would rather have it
-    barrier_wait(slot_barrier(Layout::kValueLoaded, at.n), (at.n / kValueSlots) & 1);
+    barrier_wait(slot_barrier(Layout::kValueLoaded, at.n), (at.n / Block::kValueSlots) & 1);
     std::uint32_t operand[8];
     load_values(at.n, rows, operand);
     const SharedAddress scales = base + at.table() * kRowTableBytes + 8 * t();
@@ -261,14 +310,77 @@ struct StateRole {
     }
   }
 
+  // One chunk of a map: as chunk(), without O. `values`: of R; P has none.
+  FLASH_KDA_DEVICE void map_chunk(float (&state)[64], bool values, int rows,
+                                  const StreamPosition<Block>& at) const {
+    const SharedAddress stage = base + Layout::kStageAt + at.stage * Block::kStageBytes;
+    const int slot = at.n & (kSolutionSlots - 1);
+    const std::uint64_t keys = matrix_descriptor(stage + Block::kTileK, 16, kRowGroupBytes);
+    const std::uint64_t key_rows =
+        matrix_descriptor(stage + Block::kTileG, Block::kChannelHalfBytes, kRowGroupBytes);
+    const std::uint64_t solution =
+        matrix_descriptor(base + Layout::kSolutionAt + slot * kTileBytes, 16, kRowGroupBytes);
+
+    std::uint32_t s[32];
+    rescale(state, s, at.table());
+    float p[16];
+    wgmma_touch(p);
+    wgmma_fence();
+    FLASH_KDA_UNROLL
+    for (int k = 0; k < 8; ++k) {
+      wgmma_n32(p, s + 4 * k, keys + (k >> 2) * (Block::kChannelHalfBytes >> 4) + (k & 3) * 2,
+                k > 0);
+    }
+    wgmma_commit();
+    FLASH_KDA_UNROLL
+    for (float& x : state) x *= kUnboost;
+    wgmma_touch(state);
+    barrier_wait(slot_barrier(Layout::kValueLoaded, at.n), (at.n / Block::kValueSlots) & 1);
+    std::uint32_t operand[8] = {};
+    if (values) load_values(at.n, rows, operand);
+    const SharedAddress scales = base + at.table() * kRowTableBytes + 8 * t();
+    wgmma_wait<0>();
+    wgmma_touch(p);
+    std::uint32_t packed[8];
+    FLASH_KDA_UNROLL
+    for (int i = 0; i < 8; ++i) packed[i] = pack_bf16(p[2 * i], p[2 * i + 1]);
+    float y[16];
+    wgmma_touch(y);
+    wgmma_fence();
+    FLASH_KDA_UNROLL
+    for (int k = 0; k < 2; ++k) wgmma_n32(y, operand + 4 * k, solution + 4 + k * 2, k > 0);
+    FLASH_KDA_UNROLL
+    for (int k = 0; k < 2; ++k) wgmma_n32(y, packed + 4 * k, solution + k * 2, true);
+    wgmma_commit();
+    float2 scale[4];  // of tokens 8j + 2t and + 1
+    FLASH_KDA_UNROLL
+    for (int j = 0; j < 4; ++j) scale[j] = load_f32x2(scales + Layout::kUpdateScaleAt + 32 * j);
+    wgmma_wait<0>();
+    wgmma_touch(y);
+    FLASH_KDA_UNROLL
+    for (int i = 0; i < 8; ++i)
+      operand[i] = pack_bf16(y[2 * i] * scale[i >> 1].x, y[2 * i + 1] * scale[i >> 1].y);
+    wgmma_touch(state);
+    wgmma_fence();
+    FLASH_KDA_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      wgmma_n128_rows(state, operand + 4 * k, key_rows + k * (kHalf * kRowBytes >> 4), true);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_touch(state);
+    release(at.stage);
+  }
+
   FLASH_KDA_DEVICE void release(int stage) const {
     sync_warp();
     if (lane == 0) barrier_arrive(base + Layout::kReleased + 8 * stage);
   }
 
-  FLASH_KDA_DEVICE void finish(const ChunkDescriptor& d, float (&state)[64], int table) const {
+  FLASH_KDA_DEVICE void finish(const ChunkDescriptor& d, int n, float (&state)[64]) const {
+    const int table = n & (kTableSlots - 1);
     if (d.rows() == 0) {  // a sequence without tokens
-      store_state(d, state, true);
+      store_state(d, n, state, true);
       return;
     }
     FLASH_KDA_UNROLL
@@ -276,33 +388,47 @@ struct StateRole {
       scale_pair(state + 8 * pair, factors(Layout::kLeaveAt, table, pair));
     FLASH_KDA_UNROLL
     for (float& x : state) x *= kValueUnscale;
-    store_state(d, state, false);
+    if (Block::kMap && d.head_block % 2 != 0) {
+      store_map(d, n, state);
+    } else {
+      store_state(d, n, state, false);
+    }
   }
 
   FLASH_KDA_DEVICE void run() {
     float state[64];
     std::uint32_t output[8] = {};
-    StreamPosition at(0);
+    StreamPosition<Block> at(0);
     FLASH_KDA_NO_UNROLL
     for (;; at.advance(1)) {
       barrier_wait(base + Layout::kSolved + 8 * at.stage, at.parity);
       const ChunkDescriptor d = read_descriptor<Layout>(base, at.n);
       if (d.stop()) break;
-      if (d.first()) load_state(d, state);
+      if (d.first()) load_state(d, at.n, state);
       if (d.rows() > 0) {
         if (d.first()) {
           FLASH_KDA_UNROLL
           for (float& x : state) x *= kValueScale;
         }
-        chunk(state, output, at.n > 0, d.rows(), at);
+        if constexpr (Block::kMap) {
+          map_chunk(state, d.head_block % 2 == 0, d.rows(), at);
+        } else {
+          chunk(state, output, at.n > 0, d.rows(), at);
+        }
       } else {
-        if (at.n > 0) hand_over_output(output, at.n - 1);
-        barrier_wait(slot_barrier(Layout::kValueLoaded, at.n), (at.n / kValueSlots) & 1);
+        hand_over_last(output, at.n);
+        barrier_wait(slot_barrier(Layout::kValueLoaded, at.n), (at.n / Block::kValueSlots) & 1);
         release(at.stage);
       }
-      if (d.last()) finish(d, state, at.table());
+      if (d.last()) finish(d, at.n, state);
     }
-    if (at.n > 0) hand_over_output(output, at.n - 1);
+    hand_over_last(output, at.n);
+  }
+
+ private:
+  // The O that chunk() left behind before chunk n.
+  FLASH_KDA_DEVICE void hand_over_last(const std::uint32_t (&output)[8], int n) const {
+    if (!Block::kMap && n > 0) hand_over_output(output, n - 1);
   }
 };
 

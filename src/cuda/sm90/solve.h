@@ -48,10 +48,9 @@ FLASH_KDA_DEVICE void multiply_add(float (&c)[4], const Block8& upper, const Blo
            round_tf32(lower.x1), round_tf32(right_transposed.x0), round_tf32(right_transposed.x1));
 }
 
-template <int kStateGroups>
+template <class Block>
 struct SolveRole {
-  using Layout = SharedLayout<kStateGroups>;
-  static constexpr int kValueBlocks = kValueDim / (kStateGroups * kGroupValues);
+  using Layout = SharedLayout<Block>;
 
   const ForwardParams& params;
   const TensorMaps& maps;
@@ -69,7 +68,7 @@ struct SolveRole {
     const int batch = params.cu_seqlens != nullptr ? 0 : d.sequence;
     const std::int64_t at = batch * params.beta.batch_stride +
                             (d.token + lane) * params.beta.token_stride +
-                            d.head_block / kValueBlocks * params.beta.head_stride;
+                            d.head_block / Block::kItemsPerHead * params.beta.head_stride;
     return params.beta_fp32 ? load_global(static_cast<const std::uint32_t*>(params.beta.data) + at)
                             : load_global(static_cast<const std::uint16_t*>(params.beta.data) + at);
   }
@@ -90,9 +89,9 @@ struct SolveRole {
     FLASH_KDA_UNROLL
     for (int i = 0; i < 24; ++i) c[i / 8][i / 4 % 2][i % 4] = 0.0f;
     const int r = lane & 7;
-    SharedAddress left_at = stage + kTileK + (lane & 15) * kRowBytes + (((lane >> 4) ^ r) << 4);
+    SharedAddress left_at = stage + Block::kTileK + (lane & 15) * kRowBytes + (((lane >> 4) ^ r) << 4);
     SharedAddress right_at =
-        stage + kTileG + (r + ((lane >> 4) << 3)) * kRowBytes + ((((lane >> 3) & 1) ^ r) << 4);
+        stage + Block::kTileG + (r + ((lane >> 4) << 3)) * kRowBytes + ((((lane >> 3) & 1) ^ r) << 4);
     FLASH_KDA_NO_UNROLL
     for (int half = 0; half < 2; ++half) {
       FLASH_KDA_UNROLL
@@ -110,8 +109,8 @@ struct SolveRole {
         mma_bf16(c[2][0], a, b1[0], b1[1]);
         mma_bf16(c[2][1], a, b1[2], b1[3]);
       }
-      left_at += kChannelHalfBytes;
-      right_at += kChannelHalfBytes;
+      left_at += Block::kChannelHalfBytes;
+      right_at += Block::kChannelHalfBytes;
     }
   }
 
@@ -221,7 +220,7 @@ struct SolveRole {
   // X and M of a chunk from its scores, and the scale of its updates. `c`: -A_kk; `shifts`: powers
   // of two of the rows of k, or 0.
   FLASH_KDA_DEVICE void write_solution(const float (&c)[3][2][4], SharedAddress shifts, float beta,
-                                       SharedAddress solution, const StreamPosition& at) const {
+                                       SharedAddress solution, const StreamPosition<Block>& at) const {
     Block8 n[10];
     float rate[4];  // r of row 8i + g
     {
@@ -271,16 +270,19 @@ struct SolveRole {
     });
   }
 
-  FLASH_KDA_DEVICE void solve_chunk(const ChunkDescriptor& d, const StreamPosition& at,
+  FLASH_KDA_DEVICE void solve_chunk(const ChunkDescriptor& d, const StreamPosition<Block>& at,
                                     int& reload_parity) const {
-    const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
+    const SharedAddress stage = base + Layout::kStageAt + at.stage * Block::kStageBytes;
     const int slot = at.n & (kSolutionSlots - 1), table = at.table();
     const SharedAddress solution = base + Layout::kSolutionAt + slot * kTileBytes;
     const std::uint32_t beta = load_beta(d);
     float c[3][2][4];
     score_blocks(stage, c);
     // Rows past the end are not ours to judge (those of k are zero by now).
-    bool extreme = !(write_query_scale(table, 1.0f) <= kPlainSquaredNorm) && lane < d.rows();
+    bool extreme = false;
+    if constexpr (!Block::kMap) {
+      extreme = !(write_query_scale(table, 1.0f) <= kPlainSquaredNorm) && lane < d.rows();
+    }
     FLASH_KDA_UNROLL
     for (int i = 0; i < 4; ++i) {
       const float norm = key_norm(c, i);  // by the whole warp, whatever a lane has found before
@@ -290,7 +292,9 @@ struct SolveRole {
     if (any_in_warp(extreme)) {
       shifts = base + Layout::kShiftAt + 2 * warp * kRowTableBytes;
       prepare_shifted(d, at, reload_parity);
-      write_query_scale(table, load_f32(shifts + kRowTableBytes + lane * 4));
+      if constexpr (!Block::kMap) {
+        write_query_scale(table, load_f32(shifts + kRowTableBytes + lane * 4));
+      }
       score_blocks(stage, c);
     }
     write_solution(c, shifts, strength(beta, d.rows()), solution, at);
@@ -302,7 +306,7 @@ struct SolveRole {
   FLASH_KDA_DEVICE void write_shifts(SharedAddress tile, SharedAddress shifts) const {
     std::uint32_t largest = 0;  // of row `lane`, as bits of a magnitude
     for (int unit = 0; unit < 16; ++unit) {
-      const uint4 x = load_u32x4(tile + (unit >> 3) * kChannelHalfBytes + lane * kRowBytes +
+      const uint4 x = load_u32x4(tile + (unit >> 3) * Block::kChannelHalfBytes + lane * kRowBytes +
                                  (((unit & 7) ^ (lane & 7)) << 4));
       for (const std::uint32_t pair : {x.x, x.y, x.z, x.w}) {
         largest = largest > (pair & 0x7fff0000u) ? largest : pair & 0x7fff0000u;
@@ -315,36 +319,38 @@ struct SolveRole {
               shifts_help ? from_bits(static_cast<std::uint32_t>(254 - exponent) << 23) : 1.0f);
   }
 
-  FLASH_KDA_DEVICE void prepare_shifted(const ChunkDescriptor& d, const StreamPosition& at,
+  FLASH_KDA_DEVICE void prepare_shifted(const ChunkDescriptor& d, const StreamPosition<Block>& at,
                                         int& reload_parity) const {
-    const SharedAddress stage = base + Layout::kStageAt + at.stage * kStageBytes;
+    const SharedAddress stage = base + Layout::kStageAt + at.stage * Block::kStageBytes;
     const SharedAddress barrier = base + Layout::kReloaded + 8 * warp;
     fence_async_proxy();  // the copy engine overwrites what the prepare role wrote
     sync_warp();
     if (lane == 0) {
       const int batch = params.cu_seqlens != nullptr ? 0 : d.sequence;
-      barrier_arrive_expect(barrier, kStageBytes);
-      load_chunk(maps, stage, barrier, d.head_block / kValueBlocks, params.heads_per_key, d.token,
+      barrier_arrive_expect(barrier, Block::kStageBytes);
+      load_chunk<Block>(maps, stage, barrier, d.head_block / Block::kItemsPerHead, params.heads_per_key, d.token,
                  batch);
     }
     barrier_wait(barrier, reload_parity);
     reload_parity ^= 1;
     const SharedAddress shifts = base + Layout::kShiftAt + 2 * warp * kRowTableBytes;
-    write_shifts(stage + kTileK, shifts);
-    write_shifts(stage + kTileQ, shifts + kRowTableBytes);
+    write_shifts(stage + Block::kTileK, shifts);
+    if constexpr (!Block::kMap) write_shifts(stage + Block::kTileQ, shifts + kRowTableBytes);
     sync_warp();
     FLASH_KDA_NO_UNROLL
     for (int part = 0; part < kWarpgroup / kWarp;
          ++part) {  // the four warps' work, one after the other
-      const PrepareRole<kStateGroups> prepare{params, base, 0, part, lane};
+      const PrepareRole<Block> prepare{params, base, 0, part, lane};
       BoundedGate gate = {};
-      gate.open(params, d.head_block / kValueBlocks, prepare.channel(), false);
+      gate.open(params, d.head_block / Block::kItemsPerHead, prepare.channel(), false);
       prepare.template write_products<false, RowKind::kShifted>(stage, gate, d.rows(), shifts,
                                                                 at.table());
     }
     sync_warp();
-    for (int part = 0; part < 3; ++part) {
-      PrepareRole<kStateGroups>{params, base, 0, part, lane}.query_scores(stage, at.stage);
+    if constexpr (!Block::kMap) {
+      for (int part = 0; part < 3; ++part) {
+        PrepareRole<Block>{params, base, 0, part, lane}.query_scores(stage, at.stage);
+      }
     }
   }
 
@@ -363,7 +369,7 @@ struct SolveRole {
   }
 
   FLASH_KDA_DEVICE void run() {
-    StreamPosition at(warp);
+    StreamPosition<Block> at(warp);
     int reload_parity = 0;
     FLASH_KDA_NO_UNROLL
     for (;; at.advance(kSolverWarps)) {

@@ -11,6 +11,8 @@
 
 namespace flash_kda::sm90 {
 
+constexpr int kIdentityState = -3;  // the start of P
+
 struct ChunkDescriptor {
   static constexpr int kFirst = 64, kLast = 128, kStop = 256;  // flags above the row count
 
@@ -19,6 +21,7 @@ struct ChunkDescriptor {
   int token;       // first token, counted in its batch entry
   int rows_flags;  // tokens in the chunk (0..32) | flags; of an end mark: end marks that follow |
                    // kStop
+  int initial = kNoState, final = kNoState;  // of the span: kCallersState, kIdentity, or a slot
 
   FLASH_KDA_DEVICE int rows() const { return rows_flags & 63; }
   FLASH_KDA_DEVICE bool first() const { return (rows_flags & kFirst) != 0; }
@@ -28,24 +31,25 @@ struct ChunkDescriptor {
 };
 
 // Position n of the stream: its stage and the parity of the stage's barriers.
+template <class Block>
 struct StreamPosition {
   int n;
   int stage;
   int parity;
 
   FLASH_KDA_DEVICE explicit StreamPosition(int start)
-      : n(start), stage(start), parity(0) {}  // start < kStages
+      : n(start), stage(start), parity(0) {}  // start < Block::kStages
   FLASH_KDA_DEVICE void advance(int steps) {
     n += steps;
     stage += steps;
-    if (stage >= kStages) {
-      stage -= kStages;
+    if (stage >= Block::kStages) {
+      stage -= Block::kStages;
       parity ^= 1;
     }
   }
-  // The position `back` < kStages chunks earlier.
+  // The position `back` < Block::kStages chunks earlier.
   FLASH_KDA_DEVICE int stage_before(int back) const {
-    return stage >= back ? stage - back : stage + kStages - back;
+    return stage >= back ? stage - back : stage + Block::kStages - back;
   }
   FLASH_KDA_DEVICE int parity_before(int back) const { return stage >= back ? parity : parity ^ 1; }
   FLASH_KDA_DEVICE int table() const { return n & (kTableSlots - 1); }
@@ -61,26 +65,41 @@ FLASH_KDA_DEVICE ChunkDescriptor read_descriptor(SharedAddress base, int n) {
   return {static_cast<int>(x.x), static_cast<int>(x.y), static_cast<int>(x.z),
           static_cast<int>(x.w)};
 }
+// The states of the span that chunk n belongs to.
+struct SpanStates {
+  int initial, final;
+};
+template <class Layout>
+FLASH_KDA_DEVICE SpanStates read_span_states(SharedAddress base, int n) {
+  const float2 x = load_f32x2(descriptor_address<Layout>(base, n) + 16);
+  return {static_cast<int>(bits(x.x)), static_cast<int>(bits(x.y))};
+}
 template <class Layout>
 FLASH_KDA_DEVICE void write_descriptor(SharedAddress base, int n, const ChunkDescriptor& d) {
   store_u32x4(
       descriptor_address<Layout>(base, n),
       uint4{static_cast<std::uint32_t>(d.sequence), static_cast<std::uint32_t>(d.head_block),
             static_cast<std::uint32_t>(d.token), static_cast<std::uint32_t>(d.rows_flags)});
+  store_f32x2(descriptor_address<Layout>(base, n) + 16,
+              from_bits(static_cast<std::uint32_t>(d.initial)),
+              from_bits(static_cast<std::uint32_t>(d.final)));
 }
 
 // Walks the items that fall to this block, chunk by chunk.
+template <class Block>
 class WorkCursor {
  public:
-  FLASH_KDA_DEVICE WorkCursor(const ForwardParams& p, int value_blocks)
-      : params_(p), value_blocks_(value_blocks), item_(block_index()) {}
+  FLASH_KDA_DEVICE explicit WorkCursor(const ForwardParams& p) : params_(p), item_(block_index()) {
+    items_ = static_cast<std::int64_t>(spans()) * params_.heads * Block::kItemsPerHead;
+    take_number(lane_index());
+    if (item_ < items_) fetch_span();
+  }
 
   // The next chunk of the stream; end marks once the work is done.
   FLASH_KDA_DEVICE ChunkDescriptor next(int lane) {
     if (remaining_ < 0) {  // take an item
-      if (item_ >= params_.items) return {0, 0, 0, --stops_left_ | ChunkDescriptor::kStop};
-      open_item();
-      take_next_item(lane);
+      if (item_ >= items_) return {0, 0, 0, --stops_left_ | ChunkDescriptor::kStop};
+      open_item(lane);
     }
     ChunkDescriptor d;
     d.sequence = sequence_;
@@ -89,6 +108,8 @@ class WorkCursor {
     const int rows = remaining_ < kChunk ? remaining_ : kChunk;
     d.rows_flags = rows | (first_ ? ChunkDescriptor::kFirst : 0) |
                    (remaining_ <= kChunk ? ChunkDescriptor::kLast : 0);
+    d.initial = initial_;
+    d.final = final_;
     first_ = false;
     token_ += rows;
     remaining_ = remaining_ <= kChunk ? -1 : remaining_ - kChunk;
@@ -96,6 +117,17 @@ class WorkCursor {
   }
 
  private:
+  FLASH_KDA_DEVICE int index() const { return static_cast<int>(params_.queue); }
+  // Without a schedule: spans of the queue that each sequence has.
+  FLASH_KDA_DEVICE int spans_each() const {
+    const int n = params_.segments.count;
+    if (params_.queue == Queue::kFirst) return 1;
+    return params_.queue == Queue::kInner ? n - 2 : (n > 1 ? n - 1 : 1);
+  }
+  FLASH_KDA_DEVICE int spans() const {
+    return params_.schedule != nullptr ? params_.schedule->spans[index()]
+                                       : params_.sequences * spans_each();
+  }
   FLASH_KDA_DEVICE std::int64_t offset(int i) const {
     const std::int64_t at = i * params_.cu_stride;
     const std::int64_t x = params_.cu_int64
@@ -105,34 +137,61 @@ class WorkCursor {
                  : (x > params_.tokens ? params_.tokens
                                        : x);  // whatever it holds, stay inside the arrays
   }
-  FLASH_KDA_DEVICE void open_item() {
-    const int per_sequence = params_.heads * value_blocks_;
-    const int rank = static_cast<int>(item_ / per_sequence);
-    head_block_ = static_cast<int>(item_ - static_cast<std::int64_t>(rank) * per_sequence);
-    sequence_ = params_.order != nullptr ? params_.order[rank] : rank;
-    token_ = 0;
-    remaining_ = params_.tokens;
-    if (params_.cu_seqlens != nullptr) {
-      const std::int64_t begin = offset(sequence_), end = offset(sequence_ + 1);
-      token_ = static_cast<int>(begin);
-      remaining_ = end > begin ? static_cast<int>(end - begin) : 0;
+  FLASH_KDA_DEVICE Span span(int rank) const {
+    if (params_.schedule != nullptr) return params_.spans[index()][rank];
+    Span s;
+    if (params_.cu_seqlens != nullptr) {  // in one piece
+      const std::int64_t begin = offset(rank), end = offset(rank + 1);
+      s.sequence = rank;
+      s.begin = static_cast<int>(begin);
+      s.end = static_cast<int>(end > begin ? end : begin);
+      return s;
     }
+    const Segments& segments = params_.segments;
+    const int each = spans_each(), sequence = rank / each;
+    const int slot = sequence * segments.slots();
+    int j = rank - sequence * each;
+    if (params_.queue != Queue::kFirst && segments.count > 1) ++j;
+    return Block::kMap ? map_span(segments, j, sequence, 0, params_.tokens, slot)
+                       : segment_span(segments, j, sequence, 0, params_.tokens, slot);
+  }
+  // Numbers of items and spans are fetched an item ahead: their latency is as long as a short
+  // sequence takes.
+  FLASH_KDA_DEVICE void open_item(int lane) {
+    const Span s = next_span_;
+    head_block_ = next_head_block_;
+    item_ = item_after();
+    take_number(lane);
+    if (item_ < items_) fetch_span();
+    sequence_ = s.sequence;
+    token_ = s.begin;
+    remaining_ = s.end - s.begin;
+    initial_ = s.initial;
+    final_ = s.final;
+    if (Block::kMap && head_block_ % 2 != 0) initial_ = kIdentityState, final_ = s.map;
     first_ = true;
   }
-  FLASH_KDA_DEVICE void take_next_item(int lane) {
-    if (params_.counter == nullptr) {
-      item_ += grid_size();
-      return;
-    }
-    int taken = 0;
-    if (lane == 0) taken = atomic_add(params_.counter, 1);
-    item_ = static_cast<std::int64_t>(grid_size()) + shuffle(taken, 0);
+  FLASH_KDA_DEVICE void fetch_span() {
+    const int per_span = params_.heads * Block::kItemsPerHead;
+    const int rank = static_cast<int>(item_ / per_span);
+    next_head_block_ = static_cast<int>(item_ - static_cast<std::int64_t>(rank) * per_span);
+    next_span_ = span(rank);
+  }
+  FLASH_KDA_DEVICE void take_number(int lane) {
+    if (params_.schedule != nullptr && lane == 0)
+      taken_ = atomic_add(&params_.schedule->taken[index()], 1);
+  }
+  FLASH_KDA_DEVICE std::int64_t item_after() const {
+    if (params_.schedule == nullptr) return item_ + grid_size();
+    return static_cast<std::int64_t>(grid_size()) + shuffle(taken_, 0);
   }
 
   const ForwardParams& params_;
-  int value_blocks_;
-  std::int64_t item_;
-  int sequence_ = 0, head_block_ = 0, token_ = 0;
+  std::int64_t item_, items_;  // item_: the one to be opened next
+  Span next_span_;
+  int next_head_block_ = 0;
+  int taken_ = 0;  // lane 0: the number of the item after item_
+  int sequence_ = 0, head_block_ = 0, token_ = 0, initial_ = 0, final_ = 0;
   int remaining_ = -1;  // tokens left of the open item; -1: none is open
   bool first_ = false;
   int stops_left_ = kStopChunks;

@@ -16,11 +16,8 @@ constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
 
 // ---- rings -------------------------------------------------------------------------------------
-// Chunks of q, k, g between the load and the last product that reads them.
-constexpr int kStages = 6;
-constexpr int kTableSlots = 8;     // per-chunk tables and descriptors; a power of two above kStages
+constexpr int kTableSlots = 8;     // per-chunk tables and descriptors; a power of two above the stages
 constexpr int kSolutionSlots = 4;  // chunks of M and X
-constexpr int kValueSlots = 3;     // chunks of V, which become O
 
 constexpr int kSolverWarps = 3;  // warps of the solve role; they take every third chunk
 constexpr int kStopChunks = 3;   // end marks in the stream: one for each solver warp
@@ -46,29 +43,60 @@ constexpr float kPlainSquaredNorm = 1048576.0f;
 constexpr int kRowBytes = 128;
 constexpr int kTileBytes = kChunk * kRowBytes;
 constexpr int kRowGroupBytes = 8 * kRowBytes;  // 8 rows: the unit of a swizzled layout
-// A stage has two halves of 64 channels, each three tiles: k, q, g as loaded; K1, Q1, K2 in their
-// places.
-constexpr int kTileK = 0;
-constexpr int kTileQ = kTileBytes;
-constexpr int kTileG = 2 * kTileBytes;
-constexpr int kChannelHalfBytes = 3 * kTileBytes;
-constexpr int kStageBytes = 2 * kChannelHalfBytes;
 // Per-channel factors: channel 8j + 2t + p at word 36t + 2j + p, so that four lanes read four banks
 // apart.
 constexpr int kFactorPitchBytes = 144;
 constexpr int kFactorBytes = 4 * kFactorPitchBytes;
 constexpr int kRowTableBytes = kChunk * 4;
-constexpr int kDescriptorBytes = 16;
+constexpr int kDescriptorBytes = 32;
 
-// Number of state warpgroups = V columns of the block / 64.
-template <int kStateGroups>
+// P of a segment in the workspace: bf16, then what that leaves; 128 rows each, whose units of 16
+// bytes are permuted so that ldmatrix finds eight rows in different banks.
+constexpr int kMapRowBytes = 2 * kKeyDim;
+constexpr int kMapPartBytes = kKeyDim * kMapRowBytes;
+constexpr int kMapBytes = 2 * kMapPartBytes;
+
+// ---- what a block does --------------------------------------------------------------------------
+enum class Task {
+  kForward,  // a span in full: states and O
+  kMap,      // what the span does to a state, S' = S P + R: R from zero, P from the identity
+};
+
+template <int kStateGroups_, Task kTask_>
+struct BlockShape {
+  static constexpr int kStateGroups = kStateGroups_;  // state warpgroups, 64 rows of S each
+  static constexpr bool kMap = kTask_ == Task::kMap;
+  // Items of work for each span and head: blocks of V columns; or R, then P.
+  static constexpr int kItemsPerHead = kMap ? 2 : kValueDim / (kStateGroups * kGroupValues);
+  static_assert(!kMap || kStateGroups == 2);
+
+  // Chunks of q, k, g (of a map: k, g) between the load and the last product that reads them.
+  static constexpr int kStages = 6;
+  static constexpr int kValueSlots = kMap ? kStages : 3;  // chunks of V, which become O
+  static_assert(kStages < kTableSlots);
+
+  // A stage has two halves of 64 channels, each of two or three tiles: k, q, g as loaded; K1, Q1,
+  // K2 in their places.
+  static constexpr int kTileK = 0;
+  static constexpr int kTileQ = kTileBytes;
+  static constexpr int kTileG = kMap ? kTileBytes : 2 * kTileBytes;
+  static constexpr int kChannelHalfBytes = kTileG + kTileBytes;
+  static constexpr int kStageBytes = 2 * kChannelHalfBytes;
+};
+using WholeHead = BlockShape<2, Task::kForward>;  // a block computes all 128 V columns of a head
+using HalfHead = BlockShape<1, Task::kForward>;   // two blocks share a head
+using SegmentMap = BlockShape<2, Task::kMap>;
+
+template <class Block>
 struct SharedLayout {
+  static constexpr int kStages = Block::kStages, kStateGroups = Block::kStateGroups;
+  static constexpr int kValueSlots = Block::kValueSlots;
   static constexpr int kStageAt = 0;
   // M and X of a chunk, 64 bytes of a row each.
-  static constexpr int kSolutionAt = kStageAt + kStages * kStageBytes;
+  static constexpr int kSolutionAt = kStageAt + kStages * Block::kStageBytes;
   // A_qk by stage: its bf16 and what the rounding left, 64 bytes of a row each.
   static constexpr int kQueryScoreAt = kSolutionAt + kSolutionSlots * kTileBytes;
-  static constexpr int kValueAt = kQueryScoreAt + kStages * kTileBytes;
+  static constexpr int kValueAt = kQueryScoreAt + (Block::kMap ? 0 : kStages * kTileBytes);
   // Per-channel decays: start -> middle, middle -> end, middle of the chunk before -> middle (times
   // 2^96).
   static constexpr int kEnterAt = kValueAt + kStateGroups * kValueSlots * kTileBytes;
@@ -96,12 +124,14 @@ struct SharedLayout {
   static constexpr int kShiftAt = kReloaded + 8 * kSolverWarps;  // [solver warp][k, q][row], rare
   static constexpr int kBytes = kShiftAt + kSolverWarps * 2 * kRowTableBytes;
 };
-static_assert(SharedLayout<2>::kBytes <= 232448, "more shared memory than a block may have");
+static_assert(SharedLayout<WholeHead>::kBytes <= 232448 && SharedLayout<SegmentMap>::kBytes <= 232448,
+              "more shared memory than a block may have");
 
 // ---- roles: warpgroups in this order: state, prepare, and one of three solver warps and the load
 // warp
-template <int kStateGroups>
+template <class Block>
 struct Roles {
+  static constexpr int kStateGroups = Block::kStateGroups;
   static constexpr int kPrepareGroups = kStateGroups == 2 ? 2 : 3;  // they take chunks by turns
   static constexpr int kWarpgroups = kStateGroups + kPrepareGroups + 1;
   static constexpr int kThreads = kWarpgroups * kWarpgroup;
@@ -118,6 +148,8 @@ struct Roles {
   static_assert(kPrepareRegisters <= kLaunchRegisters && kSolveRegisters <= kLaunchRegisters,
                 "these two only shrink");
   static_assert(kPrepareGroups <= kStopChunks, "every group has to see an end mark");
+  // A parity tells a barrier's phase only to those who waited for the phase before.
+  static_assert(Block::kStages % kPrepareGroups == 0, "a group has to meet the same stages again");
 };
 
 }  // namespace flash_kda::sm90
