@@ -1,4 +1,7 @@
-"""The timed calls by name, `<batch>-h<heads>`; K = V = 128, packed unless one sequence."""
+"""The timed calls by name, `<batch>-h<heads>`; K = V = 128, packed unless one sequence.
+
+States go in and come out in fp32, but for the cases that `_STATES` names.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,27 @@ _MORE_BATCHES: dict[str, tuple[int, ...]] = {
     "fixed-1024": (1024,),
     "fixed-128": (128,),
     "crowd-4096x32": (32,) * 4096,
+    # Time must follow the tokens here, not the number of sequences or the longest of them.
+    "crowd-70000x0-3": tuple(i % 4 for i in range(70000)),
+    "contrast-1000x": tuple(32000 if i in (700, 1399) else 32 for i in range(1400)),
 }
+_STATES = {
+    "uniform-128x64": "bf16",
+    "crowd-4096x32": "none",
+    "crowd-70000x0-3": "none",
+}
+_STATE_BYTES = {"fp32": 4, "bf16": 2, "none": 0}
 _HEADLINE_BATCHES = ("fixed-8192", "mixed-8192", "uniform-8x1024")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Lengths of the N sequences and the number of heads (H = HV)."""
+    """Lengths of the N sequences, number of heads (H = HV), and how states go in and out."""
 
     name: str
     lengths: tuple[int, ...]
     heads: int
+    states: str = "fp32"  # or "bf16", or "none": no initial and no final state
 
     @property
     def tokens(self) -> int:
@@ -41,14 +54,15 @@ class Case:
 
     @property
     def least_bytes(self) -> int:
-        """What any implementation must move: q, k, v, g, out, beta in bf16, both states in fp32."""
+        """What any implementation must move: q, k, v, g, out, beta in bf16, and both states."""
         rows = self.tokens * self.heads * (5 * 2 * HEAD_DIM + 2)
-        return rows + 2 * len(self.lengths) * self.heads * HEAD_DIM * HEAD_DIM * 4
+        state = HEAD_DIM * HEAD_DIM * _STATE_BYTES[self.states]
+        return rows + 2 * len(self.lengths) * self.heads * state
 
 
 def _case(batch: str, heads: int) -> Case:
     lengths = BATCHES[batch] if batch in BATCHES else _MORE_BATCHES[batch]
-    return Case(f"{batch}-h{heads}", tuple(lengths), heads)
+    return Case(f"{batch}-h{heads}", tuple(lengths), heads, _STATES.get(batch, "fp32"))
 
 
 # fmt: off
@@ -61,6 +75,9 @@ GROUPS: dict[str, tuple[Case, ...]] = {
             ("crowd-4096x32", 32), ("fixed-65536", 32), ("fixed-8192", 16), ("fixed-8192", 8),
             ("fixed-65536", 8), ("fixed-8192", 4), ("fixed-131072", 4), ("fixed-1048576", 1),
         )
+    ),
+    "crowds": tuple(
+        _case(batch, heads) for batch, heads in (("contrast-1000x", 32), ("crowd-70000x0-3", 8))
     ),
 }
 # fmt: on

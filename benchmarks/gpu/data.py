@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu.cases import HEAD_DIM, Case
 
 LOWER_BOUND = -5.0
+STATE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "none": None}
 # Elements drawn at a time in fp32, so that a draft never takes more room than the arrays.
 _DRAFT = 1 << 26
 
@@ -27,9 +28,10 @@ class Inputs:
     beta: torch.Tensor  # [1, T, H] bf16
     A_log: torch.Tensor  # [H] fp32
     dt_bias: torch.Tensor  # [H, K] fp32
-    initial_state: torch.Tensor | None  # [N, H, V, K] fp32
+    initial_state: torch.Tensor | None  # [N, H, V, K] fp32 or bf16
     cu_seqlens: torch.Tensor | None  # [N + 1] int64; None: one sequence
     lower_bound: float = LOWER_BOUND
+    final_state: torch.dtype | None = torch.float32  # None: not asked for
 
     def but(self, **changes: Any) -> Inputs:
         """A copy with some fields replaced."""
@@ -63,6 +65,8 @@ def random_inputs(case: Case, device: str) -> Inputs:
     rng = generator(case.name, device)
     rows = (1, case.tokens, case.heads, HEAD_DIM)
     offsets = list(accumulate(case.lengths, initial=0))
+    state_type = STATE_TYPES[case.states]
+    states = (len(case.lengths), case.heads, HEAD_DIM, HEAD_DIM)
     return Inputs(
         q=normal(rng, rows),
         k=normal(rng, rows),
@@ -71,8 +75,7 @@ def random_inputs(case: Case, device: str) -> Inputs:
         beta=normal(rng, rows[:3]),
         A_log=torch.rand(case.heads, generator=rng, device=device) * 0.5,
         dt_bias=normal(rng, (case.heads, HEAD_DIM), 0.0, 0.1, torch.float32),
-        initial_state=normal(
-            rng, (len(case.lengths), case.heads, HEAD_DIM, HEAD_DIM), dtype=torch.float32
-        ),
+        initial_state=None if state_type is None else normal(rng, states, dtype=state_type),
         cu_seqlens=torch.tensor(offsets, device=device) if case.packed else None,
+        final_state=state_type,
     )

@@ -7,8 +7,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 _KERNEL_FOLDERS = ("src/cuda", "include")
 
@@ -37,8 +35,18 @@ def commit(given: str | None, root: Path = ROOT) -> str:
     return head + ("-dirty" if changed else "")
 
 
+def check_device(device: str) -> None:
+    """Raises ValueError where torch sees no such device."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device cuda: torch {torch.__version__} sees no CUDA device")
+
+
 def describe(device: str) -> dict[str, str]:
     """Device, driver, and the versions of CUDA and torch."""
+    import torch
+
     on_gpu = device == "cuda"
     return {
         "gpu": torch.cuda.get_device_name() if on_gpu else "none (cpu)",

@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from benchmarks.gpu.data import Inputs
 
-Output = tuple[torch.Tensor, torch.Tensor]  # out [1, T, H, V] bf16, final state [N, H, V, K] fp32
+# out [1, T, H, V] bf16 and the final state [N, H, V, K], if asked for.
+Output = tuple[torch.Tensor, torch.Tensor | None]
 Call = Callable[[], Output]
 
 
@@ -26,7 +27,10 @@ class Provider(Protocol):
         """Why it cannot run here; empty if it can."""
 
     def version(self) -> str:
-        """Of the package."""
+        """Of the package, which is imported by that."""
+
+    def states(self, asked: str) -> str:
+        """Types of the states in and out, where a case asks for "fp32", "bf16" or "none"."""
 
     def prepare(self, inputs: Inputs) -> Call:
         """A call of one forward pass. What its users do once is done here, the rest in the call."""
@@ -52,6 +56,10 @@ class FlashKda:
 
         return flash_kda.__version__
 
+    def states(self, asked: str) -> str:
+        """As asked."""
+        return asked
+
     def prepare(self, inputs: Inputs) -> Call:
         """Outputs are taken once, as an engine does, and hold NaN until a call writes them."""
         import flash_kda
@@ -59,9 +67,10 @@ class FlashKda:
         i = inputs
         _, _, heads, value_dim = i.v.shape
         out = torch.full_like(i.v, torch.nan)
-        final = torch.full(
-            (_sequences(i), heads, value_dim, i.k.shape[-1]), torch.nan, device=i.v.device
-        )
+        final = None
+        if i.final_state is not None:
+            shape = (_sequences(i), heads, value_dim, i.k.shape[-1])
+            final = torch.full(shape, torch.nan, dtype=i.final_state, device=i.v.device)
 
         def call() -> Output:
             flash_kda.fwd(
@@ -85,8 +94,13 @@ class FlaTriton:
         return f"{' and '.join(missing)} not installed" if missing else ""
 
     def version(self) -> str:
-        """Of fla-core, which holds the kernels."""
+        """Of fla-core, which holds the kernels; importing them takes seconds."""
+        importlib.import_module("fla.ops.kda")
         return importlib.metadata.version("fla-core")
+
+    def states(self, asked: str) -> str:
+        """The final state is always fp32."""
+        return "bf16 in, fp32 out" if asked == "bf16" else asked
 
     def prepare(self, inputs: Inputs) -> Call:
         """States in [V, K] order and every step in the kernels, as fla's KimiDeltaAttention has it.
@@ -108,7 +122,7 @@ class FlaTriton:
                 A_log=i.A_log,
                 dt_bias=dt_bias,
                 initial_state=i.initial_state,
-                output_final_state=True,
+                output_final_state=i.final_state is not None,
                 use_qk_l2norm_in_kernel=True,
                 use_gate_in_kernel=True,
                 use_beta_sigmoid_in_kernel=True,

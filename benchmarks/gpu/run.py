@@ -1,209 +1,230 @@
-"""Times the cases with each provider and measures accuracy; writes one JSON file.
+"""Times the cases with each provider and measures accuracy and host time; writes one JSON file.
 
-    python -m benchmarks.gpu.run                          # the six headline cases, accuracy
-    python -m benchmarks.gpu.run --cases more --no-accuracy --methods graph
+    python -m benchmarks.gpu.run                          # the six headline cases, accuracy, host
+    python -m benchmarks.gpu.run --cases more --methods graph --no-accuracy --no-host --merge
+    python -m benchmarks.gpu.run --list
 
-Exit status 1: something did not run (what ran is in the file).
+The file is written after every case. A provider that takes too long or fails is left out of that
+case, which the file says under "skipped". Exit status 1: something did not run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import importlib
+import os
 import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from benchmarks.gpu import accuracy, cases, environment, providers, timing
-from benchmarks.gpu.data import random_inputs
-
-_WARM_CALLS = 3
-
-
-@dataclass
-class Run:
-    """What was asked for, and what came of it."""
-
-    chosen: list[cases.Case]
-    runners: list[providers.Provider]
-    methods: list[str]
-    rounds: int
-    device: str
-    path: Path
-    record: dict[str, Any]
-    failures: list[str] = field(default_factory=list)
-
-    def write(self) -> None:
-        """Puts the record on disk: after each case, so that a run cut short leaves what it had."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.record, indent=1) + "\n")
-
-    @contextmanager
-    def step(self, what: str) -> Iterator[None]:
-        """Says how long it took; a failure is kept and the run goes on."""
-        start = time.perf_counter()
-        try:
-            yield
-        except Exception as error:
-            self.failures.append(f"{what}: {type(error).__name__}: {error}")
-            traceback.print_exc()
-        print(f"[{time.perf_counter() - start:6.1f} s] {what}", flush=True)
+from benchmarks.gpu import (
+    accuracy,
+    cases,
+    environment,
+    fla_tuning,
+    providers,
+    record,
+    timing,
+    watch,
+)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     listed: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-    parser.add_argument("--cases", default=["headline"], help="names, groups, all", **listed)
+    parser.add_argument("--list", action="store_true", help="say what there is, and stop")
+    parser.add_argument("--cases", default=["headline"], help="names, groups, all, none", **listed)
     parser.add_argument("--providers", default=[], help="default: all that can run", **listed)
     parser.add_argument("--methods", default=[], help="graph eager kernel (default: all)", **listed)
-    parser.add_argument("--reps", type=int, default=40, help="rounds of each method (default 40)")
+    parser.add_argument("--rounds", type=int, default=40, help="of each method (default 40)")
     parser.add_argument("--accuracy", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--accuracy-tokens", type=int, help="at most so many (to try the frame)")
+    parser.add_argument("--host", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument("--merge", action="store_true", help="keep what the file has of this build")
+    parser.add_argument("--budget", type=float, default=3600, help="seconds for all")
+    parser.add_argument("--step-limit", type=float, default=60, help="seconds for a step")
+    parser.add_argument("--peer-limit", type=float, default=120, help="... a peer's first call")
+    parser.add_argument(
+        "--compile-jobs", type=int, help="processes that compile fla's kernels ahead; 0: none"
+    )
+    parser.add_argument("--compile-limit", type=float, default=120, help="seconds for that")
+    parser.add_argument(
+        "--peer-configs",
+        type=Path,
+        help="fla's tuned choices, read and written (default: by --out)",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--commit", help="for the record, where there is no git")
     parser.add_argument("--out", type=Path, help="default benchmarks/results/<gpu>.json")
     parser.add_argument(
-        "--warm-only", action="store_true", help="only compile and tune what providers compile"
+        "--plugin", default=[], help="modules that add to PROVIDERS or CASES", **listed
     )
     args = parser.parse_args(arguments)
-    if args.reps < 1:
-        parser.error(f"--reps: expected at least 1, got {args.reps}")
+    if args.rounds < 1:
+        parser.error(f"--rounds: expected at least 1, got {args.rounds}")
+    if args.host is None:
+        args.host = args.device == "cuda"
+    if args.compile_jobs is None:
+        args.compile_jobs = max(1, (os.cpu_count() or 1) - 2)
     return args
 
 
-def prepare(args: argparse.Namespace) -> Run:
-    """Checks the names and fills in the environment."""
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device cuda: torch {torch.__version__} sees no CUDA device")
-    chosen = cases.select(args.cases)
-    runners, refused = providers.select(args.providers, args.device)
-    for runner in runners:
-        print(f"provider {runner.name} {runner.version()}")
-    for name, reason in refused.items():
-        print(f"provider {name} left out: {reason}")
-    where = environment.describe(args.device)
-    if not args.methods:
-        args.methods = ["eager"] if args.device == "cpu" else list(timing.METHODS)
-    default = environment.ROOT / f"benchmarks/results/{environment.file_stem(where['gpu'])}.json"
-    record = {
-        **where,
-        "commit": environment.commit(args.commit),
-        "kernel_digest": environment.kernel_digest(),
-        "results": [],
-        "accuracy": [],
-    }
-    run = Run(chosen, runners, args.methods, args.reps, args.device, args.out or default, record)
-    run.failures += [f"provider {n}: {r}" for n, r in refused.items() if n in args.providers]
-    return run
+class Output:
+    """The result file, and fla's choices beside it."""
+
+    def __init__(self, args: argparse.Namespace, tasks: Sequence[watch.Task]) -> None:
+        """Reads what is there.
+
+        Raises:
+            ValueError: With --merge, the file on disk is of another GPU or of other kernels.
+        """
+        where = environment.describe(args.device)
+        stem = environment.file_stem(where["gpu"])
+        self.path: Path = args.out or environment.ROOT / f"benchmarks/results/{stem}.json"
+        digest = environment.kernel_digest()
+        self.record = record.new(where, environment.commit(args.commit), digest)
+        if args.merge:
+            again = [watch.label(task) for task in tasks]
+            self.record = record.merged(self.path, self.record, again)
+        self.configs_path: Path = args.peer_configs or self.path.with_name(
+            f"{stem}_fla_configs.json"
+        )
+        self.configs = fla_tuning.load(self.configs_path, where["gpu"])
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Keeps what a worker sent; after each task it goes to disk."""
+        if event["event"] == "rows":
+            record.put(self.record, event["kind"], event["rows"])
+        elif event["event"] == "tuned":
+            fla_tuning.merge(self.configs, event["kernels"])
+        elif event["event"] == "done":
+            self.write()
+
+    def write(self) -> None:
+        """Both files, each in one step."""
+        record.write(self.path, self.record)
+        if self.configs:
+            content = {"gpu": self.record["gpu"], "kernels": self.configs}
+            record.write(self.configs_path, content)
 
 
-def warm(run: Run) -> None:
-    """Calls every provider once for each head count and kind of batch: compiles, tunes."""
-    seen: set[tuple[int, bool]] = set()
-    for case in run.chosen:
-        key = (case.heads, case.packed)
-        if key in seen:
-            continue
-        seen.add(key)
-        inputs = random_inputs(case, run.device)
-        for runner in run.runners:
-            with run.step(f"{runner.name}, first calls, {case.name}"):
-                runner.prepare(inputs)()
-                _synchronize(run.device)
+def make_tasks(args: argparse.Namespace, chosen: Sequence[cases.Case]) -> list[watch.Task]:
+    """Cases first, then accuracy (the peer is tuned by then), then host time."""
+    names = [("case", case.name) for case in chosen]
+    if args.accuracy:
+        names += [("accuracy", name) for name in accuracy.INPUTS]
+    if args.host:
+        names.append(("host", "host"))
+    return [{"kind": kind, "name": name, "without": []} for kind, name in names]
 
 
-def measure_case(run: Run, case: cases.Case) -> None:
-    """All methods for one case; providers take turns within each method."""
-    inputs = random_inputs(case, run.device)
-    calls: dict[str, Callable[[], object]] = {}
-    for runner in run.runners:
-        with run.step(f"{case.name}: {runner.name}, first calls"):
-            call = runner.prepare(inputs)
-            for _ in range(_WARM_CALLS):
-                call()
-            _synchronize(run.device)
-            calls[runner.name] = call
-    for method in run.methods:
-        with run.step(f"{case.name}: {method}"):
-            times = timing.measure(calls, method, run.rounds, run.device)
-            for name, of_name in times.items():
-                q = timing.quantiles(of_name)
-                run.record["results"].append(
-                    {
-                        "case": case.name,
-                        "provider": name,
-                        "method": method,
-                        "state": "fp32",
-                        "median_ms": round(q.median, 5),
-                        "p20_ms": round(q.p20, 5),
-                        "p80_ms": round(q.p80, 5),
-                    }
-                )
-    run.write()
-
-
-def table(record: dict[str, Any]) -> str:
-    """The figures for people: a line for each case and method, then the accuracy."""
-    names = list(dict.fromkeys(r["provider"] for r in record["results"]))
-    found = {(r["case"], r["method"], r["provider"]): r["median_ms"] for r in record["results"]}
-    keys = dict.fromkeys((r["case"], r["method"]) for r in record["results"])
+def table(results: record.Record) -> str:
+    """The figures for people: a line for each case and method, then the rest."""
+    names = list(dict.fromkeys(r["provider"] for r in results["results"]))
+    found = {(r["case"], r["method"], r["provider"]): r["median_ms"] for r in results["results"]}
+    keys = dict.fromkeys((r["case"], r["method"]) for r in results["results"])
     lines = [f"{'case':<24}{'method':<8}" + "".join(f"{n + ' ms':>16}" for n in names)]
     for case, method in keys:
-        times = [found.get((case, method, name)) for name in names]
+        times = {name: found.get((case, method, name)) for name in names}
         line = f"{case:<24}{method:<8}"
-        line += "".join(f"{'-' if t is None else format(t, '.4f'):>16}" for t in times)
-        if times[0] is not None and method != "eager":
-            line += f"{cases.CASES[case].least_bytes / times[0] * 1e-9:8.2f} TB/s"
+        line += "".join(f"{'-' if t is None else format(t, '.4f'):>16}" for t in times.values())
+        own = times.get(watch.OWN)
+        if own is not None and method != "eager" and case in cases.CASES:
+            line += f"{cases.CASES[case].least_bytes / own * 1e-9:8.2f} TB/s"
         lines.append(line)
-    if record["accuracy"]:
+    if results["accuracy"]:
         lines += ["", f"{'input':<24}{'provider':<16}{'out':>10}{'state':>10}"]
-    for row in record["accuracy"]:
+    for row in results["accuracy"]:
         figures = f"{row['out']:>10.2e}{row['state']:>10.2e}"
         lines.append(f"{row['input']:<24}{row['provider']:<16}{figures}")
+    for row in results.get("host", []):
+        lines.append(f"host  {row['call']:<34}{row['us']:>10.1f} us")
+    for row in results.get("skipped", []):
+        lines.append(f"SKIPPED {row['case']}, {row['provider']}, {row['step']}: {row['reason']}")
     return "\n".join(lines)
 
 
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def _listing() -> str:
+    lines = []
+    for group, of_group in cases.GROUPS.items():
+        lines.append(f"{group}:")
+        for case in of_group:
+            sizes = f"{case.tokens} tokens, {len(case.lengths)} sequences, {case.heads} heads"
+            lines.append(f"  {case.name:<24}{sizes}, states {case.states}")
+    lines.append("providers: " + ", ".join(providers.PROVIDERS))
+    lines.append("methods: " + ", ".join(timing.METHODS))
+    lines.append("accuracy: " + ", ".join(accuracy.INPUTS))
+    return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def _compile_ahead(
+    args: argparse.Namespace, chosen: list[cases.Case], env: dict[str, str], start: float
+) -> None:
+    jobs = args.compile_jobs
+    if args.accuracy:  # they have totals of rows of their own
+        heads = max(case.heads for case in chosen) if chosen else 64
+        tokens = {tokens for _, tokens in accuracy.INPUTS.values()}
+        chosen = [*chosen, *(cases.Case("accuracy", (count,), heads) for count in tokens)]
+    watch.say(start, f"{jobs} processes compile fla's kernels ...")
+    commands = [fla_tuning.command(i, jobs, chosen) for i in range(jobs)]
+    good = watch.run_all(commands, min(args.compile_limit, args.budget / 3), env)
+    watch.say(start, f"    {good} of {jobs} done")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs; returns the exit status."""
-    start = time.perf_counter()
+    start = time.monotonic()
     args = parse(arguments)
     try:
-        run = prepare(args)
-    except ValueError as error:
+        for module in args.plugin:
+            importlib.import_module(module)
+        if args.list:
+            print(_listing())
+            return 0
+        environment.check_device(args.device)
+        chosen = [] if args.cases == ["none"] else cases.select(args.cases)
+        runners, refused = providers.select(args.providers, args.device)
+        known = timing.methods(args.device)
+        for method in args.methods:
+            if method not in known:
+                raise ValueError(f"methods: expected some of {', '.join(known)}; got {method!r}")
+        tasks = make_tasks(args, chosen)
+        output = Output(args, tasks)
+    except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    with torch.no_grad():
-        if args.warm_only:
-            warm(run)
-        else:
-            for case in run.chosen:
-                with run.step(case.name):
-                    measure_case(run, case)
-            if args.accuracy:
-                with run.step("accuracy"):
-                    heads = min(case.heads for case in run.chosen)
-                    run.record["accuracy"] = accuracy.rows(
-                        run.runners, heads, run.device, args.accuracy_tokens
-                    )
-                run.write()
-            print(table(run.record))
-            print(f"{run.path} written")
-    print(f"{time.perf_counter() - start:.0f} s in all")
-    for failure in run.failures:
-        print(f"FAILED {failure}", file=sys.stderr)
-    return 1 if run.failures else 0
+    for name, reason in refused.items():
+        watch.say(start, f"provider {name} left out: {reason}")
+    heads = max((case.heads for case in chosen), default=64)
+    options = {
+        "device": args.device,
+        "rounds": args.rounds,
+        "methods": args.methods or list(known),
+        "providers": [runner.name for runner in runners],
+        "step_limit": args.step_limit,
+        "peer_limit": args.peer_limit,
+        "accuracy_heads": heads if args.accuracy_tokens is None else min(heads, 4),
+        "accuracy_tokens": args.accuracy_tokens,
+        "plugins": args.plugin,
+    }
+    env = watch.project_environment(environment.ROOT)
+    run = watch.Watch(tasks, options, output.take, start, args.budget)
+    with contextlib.ExitStack() as stack:
+        if args.device == "cuda" and providers.FlaTriton.name in options["providers"]:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            env |= fla_tuning.unpack(output.configs, Path(folder))
+            if args.compile_jobs:
+                _compile_ahead(args, chosen, env, start)
+        run.run(watch.python_module("benchmarks.gpu.worker"), env)
+    output.write()
+    print(table(output.record))
+    print(f"{output.path} written; {time.monotonic() - start:.0f} s in all", flush=True)
+    return 1 if run.skipped or any(name in args.providers for name in refused) else 0
 
 
 if __name__ == "__main__":

@@ -52,17 +52,32 @@ def quantiles(times: Sequence[float]) -> Quantiles:
     return Quantiles(*values)
 
 
+def methods(device: str) -> Mapping[str, Callable[[Calls, int], Times]]:
+    """The methods of a device."""
+    if device == "cpu":
+        return {"eager": _wall_clock}
+    return {"graph": _graph, "eager": _eager, "kernel": _kernel}
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph's replay, which the method "graph" times. It has run before."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def measure(calls: Calls, method: str, rounds: int, device: str) -> Times:
-    """Times of each call, by `method`, in `rounds` rounds. The calls have run before.
+    """Times of each call, by `method`, in `rounds` rounds.
+
+    The calls have run before; for "graph" they are `captured` ones.
 
     Raises:
         ValueError: No such method on this device.
         RuntimeError: The profiler's record does not hold what was run.
     """
-    if device == "cpu":
-        known = {"eager": _wall_clock}
-    else:
-        known = {"graph": _graph, "eager": _eager, "kernel": _kernel}
+    known = methods(device)
     if method not in known:
         raise ValueError(
             f"methods: expected some of {', '.join(known)} on {device}; got {method!r}"
@@ -91,19 +106,13 @@ def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def _graph(calls: Calls, rounds: int) -> Times:
-    graphs = {}
-    for name, call in calls.items():
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            call()
     buffer = _flush_buffer()
     pairs: dict[str, list[Any]] = {name: [] for name in calls}
     for _, name in turns(list(calls), rounds + _WARM_ROUNDS):
         begin, end = _event_pair()
         buffer.bitwise_not_()
         begin.record()
-        graphs[name].replay()
+        calls[name]()
         end.record()
         pairs[name].append((begin, end))
     torch.cuda.synchronize()
