@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import importlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -228,4 +229,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # As an interrupt, so that the worker ends with this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

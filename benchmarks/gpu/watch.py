@@ -25,6 +25,7 @@ Event = dict[str, Any]
 Task = dict[str, Any]  # {"kind", "name", "without": [names of providers and methods]}
 
 _START_LIMIT = 120.0  # seconds until a worker has said where it runs
+_END_GRACE = 2.0  # seconds for a worker whose events have ended to end itself
 _MOST_FRUITLESS = 2  # workers in a row that end before a step
 _MOST_TIMEOUTS = 2  # of a provider; then the cases that are left do without it
 
@@ -82,7 +83,7 @@ class Process:
     def end(self) -> int:
         """Its exit status; kills what is left of it."""
         try:
-            status = self._process.wait(timeout=2)
+            status = self._process.wait(timeout=_END_GRACE)
         except subprocess.TimeoutExpired:
             status = -signal.SIGKILL
         with contextlib.suppress(ProcessLookupError):
@@ -122,15 +123,17 @@ class Watch:
             self._deadline = min(time.monotonic() + _START_LIMIT, self._end)
             job = {"tasks": self.tasks, "options": self.options}
             process = Process(command, job, environment)
-            late = False
-            for event in process.events(lambda: self._deadline):
-                if event is None:
-                    late = True
-                else:
-                    self._handle(event)
+            late, status = False, -signal.SIGKILL
+            try:
+                for event in process.events(lambda: self._deadline):
+                    if event is None:
+                        late = True
+                    else:
+                        self._handle(event)
+            finally:
+                status = process.end()
             if late:
-                self._late(process)
-            status = process.end()
+                self._late()
             if not late and status != 0:
                 self._crashed(status)
             fruitless = fruitless + 1 if before == (len(self.tasks), self.skipped) else 0
@@ -171,7 +174,7 @@ class Watch:
         row = {"case": case, "provider": provider, "step": step, "reason": reason}
         self._take({"event": "rows", "kind": "skipped", "rows": [row]})
 
-    def _late(self, process: Process) -> None:
+    def _late(self) -> None:
         if self._spent():
             return
         step = self._open or {"case": "all", "provider": None, "step": "between steps"}

@@ -111,7 +111,7 @@ class Worker:
             return rows
         with self.steps.step(case, method, self.options.step_limit):
             times = timing.measure(ready, method, self.options.rounds, self.options.device)
-            rows = [self._row(case, provider, method, times[provider]) for provider in times]
+            rows += [self._row(case, provider, method, times[provider]) for provider in times]
         return rows
 
     def _captured(self, case: str, calls: dict[str, Call]) -> dict[str, Call]:

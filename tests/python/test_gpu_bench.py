@@ -30,6 +30,7 @@ from benchmarks.gpu import (  # noqa: E402
     record,
     render,
     run,
+    sweep,
     timing,
     watch,
 )
@@ -573,6 +574,80 @@ def test_choices_are_kept_for_the_same_gpu(tmp_path):
     files = {p.name: json.loads(p.read_text()) for p in (tmp_path / "configs").iterdir()}
     assert set(files) == {"kernel.json", "other.json"}
     assert set(files["kernel.json"]["autotune_entries"]) == {"one", "two"}
+
+
+# --- sweep of the plan's choices ------------------------------------------------------------------
+
+
+def test_sweep_covers_the_range():
+    grid = sweep.shapes()
+    assert len(set(grid)) == len(grid)
+    assert 150 < len(grid) < 250, "about 100 s"
+    for name, least, most in (("tokens", 128, 262144), ("heads", 1, 96), ("sequences", 1, 4096)):
+        values = {getattr(shape, name) for shape in grid}
+        assert (min(values), max(values)) == (least, most)
+    assert max(shape.tokens * shape.heads for shape in grid) <= sweep.MOST_TOKEN_HEADS
+    assert grid == sweep.shapes(), "the same order each time"
+
+
+def sweep_rows(tokens, times, chosen):
+    return [
+        {"tokens": tokens, "heads": 1, "sequences": 1, "choice": c, "median_ms": ms,
+         "chosen": c == chosen}
+        for c, ms in times.items()
+    ]  # fmt: skip
+
+
+def test_sweep_summary():
+    rows = sweep_rows(128, {"a": 2.0, "b": 1.0, "c": 4.0}, "a")
+    rows += sweep_rows(256, {"a": 1.05, "b": 1.0}, "a") + sweep_rows(512, {"a": 1.0}, "a")
+    found = sweep.summary(rows)
+    assert (found["shapes"], found["worst_ratio"], found["above_1.1"]) == (3, 2.0, 1)
+    worst = found["worst"][0]
+    assert (worst["tokens"], worst["ratio"], worst["best"]) == (128, 2.0, "b")
+    with pytest.raises(ValueError, match=r"\(128, 1, 1\)"):
+        sweep.summary(sweep_rows(128, {"a": 2.0}, "none"))
+
+
+def test_sweep_takes_each_plan_once(monkeypatch):
+    seen = []
+
+    def plan_forward(*arrays, value_split=0, sequence_split=True, **_):
+        if value_split == 2:
+            raise NotImplementedError("value_split 2")
+        segments = 4 if sequence_split else 1
+        return types.SimpleNamespace(value_split=1, sequence_segments=segments, grid=7)
+
+    monkeypatch.setattr(flash_kda, "plan_forward", plan_forward)
+    monkeypatch.setattr(flash_kda, "chunk_kda", lambda *_, **options: seen.append(options))
+    shape = sweep.Shape(64, 2, 2)
+    choices = sweep.Calls([shape], "cpu").choices(shape)
+    assert [(label, choice.chosen) for label, choice in choices.items()] == [
+        ("value split 1, segments 4, grid 7", True),
+        ("value split 1, segments 1, grid 7", False),
+    ]
+    for choice in choices.values():
+        choice.call()
+    assert [(o["value_split"], o["sequence_split"]) for o in seen] == [(0, True), (0, False)]
+    assert seen[0]["cu_seqlens"].tolist() == [0, 32, 64]
+    assert seen[0]["final_state"].shape == (2, 2, 128, 128)
+
+
+def test_sweep_writes_rows_and_summary(tmp_path, capsys):
+    path = tmp_path / "cpu.json"
+    grid = [sweep.Shape(64, 2, 1), sweep.Shape(64, 2, 4), sweep.Shape(32, 1, 2)]
+    record.write(path, {"gpu": "none (cpu)", "kernel_digest": environment.kernel_digest(),
+                        "results": [{"case": "kept"}]})  # fmt: skip
+    arguments = ["--device", "cpu", "--rounds", "2", "--commit", "c0ffee", "--out", str(path)]
+    assert sweep.main([*arguments, "--merge"], grid) == 0
+    written = json.loads(path.read_text())
+    assert written["results"] == [{"case": "kept"}]
+    shapes = [(row["tokens"], row["heads"], row["sequences"]) for row in written["sweep"]]
+    assert shapes == [(64, 2, 1), (64, 2, 4), (32, 1, 2)]
+    assert all(row["chosen"] and row["median_ms"] > 0 for row in written["sweep"])
+    assert written["sweep_summary"]["worst_ratio"] == 1.0
+    assert "worst ratio default/best 1.0" in capsys.readouterr().out
+    assert sweep.main([*arguments, "--budget", "0"], grid) == 1, "nothing was measured"
 
 
 # --- page -----------------------------------------------------------------------------------------

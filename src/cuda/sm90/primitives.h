@@ -18,7 +18,6 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <cutlass/arch/barrier.h>
-#include <cutlass/arch/grid_dependency_control.h>
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <cute/arch/copy_sm75.hpp>
@@ -67,8 +66,13 @@ FLASH_KDA_DEVICE void shrink_registers() {
   cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
 }
 // Programmatic dependent launch: wait for the kernel before this one; let the next one start.
-FLASH_KDA_DEVICE void wait_for_previous_grid() { cutlass::arch::wait_on_dependent_grids(); }
-FLASH_KDA_DEVICE void launch_next_grid() { cutlass::arch::launch_dependent_grids(); }
+// (CUTLASS's functions of this purpose are empty unless a macro is set.)
+FLASH_KDA_DEVICE void wait_for_previous_grid() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+FLASH_KDA_DEVICE void launch_next_grid() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 // ---- numbers -----------------------------------------------------------------------------------
 FLASH_KDA_DEVICE std::uint32_t bits(float x) { return __float_as_uint(x); }
