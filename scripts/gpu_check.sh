@@ -3,7 +3,7 @@
 #
 #   scripts/gpu_check.sh [options]
 #
-#   --only PART       build, check, pytest, sanitize or bench; may be repeated (default: all, in this order)
+#   --only PART       build, check, pytest, sanitize, bench or sweep; may be repeated (default: all, in this order)
 #   --out DIR         logs and JSON files go there (default <build>/logs)
 #   --build DIR       build folder, kept for the next call (default build-gpu)
 #   --jobs N          parallel compilations (default: number of cores)
@@ -12,14 +12,19 @@
 #   --wheels DIR      install these wheels first, without a registry (fla_core for the Triton baseline)
 #   --quick           shorter accuracy inputs; memcheck and racecheck alone
 #   --full            the tests' named inputs and exact cases at full size (minutes more)
-#   --limit SECONDS   most time for each command of check, pytest and sanitize
+#   --limit SECONDS   most time for each command of check and pytest
+#   --sanitizer-tools "A B"     of memcheck racecheck synccheck initcheck (default: all of them)
+#   --sanitizer-binary FILE     another cuda_check to put under them
+#   --sanitizer-limit SECONDS   most time for each tool (default 150)
 #   --commit HASH     for the record, where there is no git
 #   --cases "A B"     cases of the benchmark (default headline)
 #   --bench "ARGS"    more arguments of benchmarks.gpu.run
+#   --budget SECONDS  most time for the benchmark (default 420)
 #
 # Environment: PYTHON (default python3; it needs torch, nanobind, scikit-build-core, cmake >= 3.26, ninja, pytest,
 # hypothesis, ml_dtypes, typer, rich), FLASH_KDA_CUTLASS_DIR (where nvidia-cutlass is not installed), CUDACXX.
-# The benchmark's file is benchmarks/results/<gpu>.json. Exit status 1: a part failed.
+# The benchmark's file is benchmarks/results/<gpu>.json; sweep adds to it (so does a benchmark with --bench --merge).
+# The sanitizers' own summary lines are in DIR/sanitizer.txt. Exit status 1: a part failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1
@@ -28,6 +33,7 @@ python=${PYTHON:-python3}
 build=build-gpu
 jobs=$(nproc)
 out="" prebuilt="" make_prebuilt="" wheels="" quick=0 full=0 limit=0 commit="" cases="headline" bench_args=""
+tools="" sanitizer_binary="" sanitizer_limit=150 budget=420
 wanted=()
 
 die() {
@@ -46,6 +52,10 @@ while [ $# -gt 0 ]; do
     --make-prebuilt) make_prebuilt=$2 ;;
     --wheels) wheels=$2 ;;
     --limit) limit=$2 ;;
+    --sanitizer-tools) tools=$2 ;;
+    --sanitizer-binary) sanitizer_binary=$2 ;;
+    --sanitizer-limit) sanitizer_limit=$2 ;;
+    --budget) budget=$2 ;;
     --commit) commit=$2 ;;
     --cases) cases=$2 ;;
     --bench) bench_args=$2 ;;
@@ -56,11 +66,15 @@ while [ $# -gt 0 ]; do
   esac
   shift 2
 done
-[ ${#wanted[@]} -gt 0 ] || wanted=(build check pytest sanitize bench)
+[ ${#wanted[@]} -gt 0 ] || wanted=(build check pytest sanitize bench sweep)
 for part in "${wanted[@]}"; do
-  case "$part" in build | check | pytest | sanitize | bench) ;; *) die "--only: no part '$part'" ;; esac
+  case "$part" in build | check | pytest | sanitize | bench | sweep) ;; *) die "--only: no part '$part'" ;; esac
 done
 command -v "$python" >/dev/null || die "no $python (PYTHON=... picks another)"
+for tool in $tools; do
+  case "$tool" in memcheck | racecheck | synccheck | initcheck) ;; *) die "--sanitizer-tools: no tool '$tool'" ;; esac
+done
+[ -z "$sanitizer_binary" ] || [ -x "$sanitizer_binary" ] || die "--sanitizer-binary: no $sanitizer_binary"
 [ -z "$prebuilt" ] || [ -x "$prebuilt/bin/cuda_check" ] || die "--prebuilt: no $prebuilt/bin/cuda_check"
 
 mkdir -p "$build"
@@ -167,54 +181,51 @@ part_pytest() {
   step limited env JAX_PLATFORMS=cpu "$python" -m pytest tests/python "${how[@]}"
 }
 
+# One tool over the smallest cases of every path; its own verdict goes to sanitizer.txt beside its log.
+sanitize() {
+  local tool=$1 binary=$2 begin=$SECONDS status=0 verdict
+  local log=$logs/sanitizer_$tool.log
+  timeout -k 5 "$sanitizer_limit" compute-sanitizer --tool "$tool" --error-exitcode 86 "$binary" small >"$log" 2>&1 ||
+    status=$?
+  verdict=$(grep -E 'SUMMARY|Internal Sanitizer Error' "$log" | sed 's/^=* *//' | paste -sd ';') || true
+  [ $status != 124 ] || verdict="over $sanitizer_limit s; $verdict"
+  printf '%-10s status %-3d %4d s  %s, cases ok %d  %s\n' "$tool" $status $((SECONDS - begin)) \
+    "$(basename "$binary")" "$(grep -c ' ok$' "$log" || true)" "${verdict:-no summary}" | tee -a "$logs/sanitizer.txt"
+  [ $status = 0 ] || tail -n 12 "$log"
+  return $status
+}
+
 part_sanitize() {
   local tool status=0
   command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer"; return 1; }
-  local -a tools=(memcheck racecheck synccheck initcheck)
-  [ $quick = 0 ] || tools=(memcheck racecheck)
-  for tool in "${tools[@]}"; do
-    step limited compute-sanitizer --tool "$tool" --error-exitcode 86 "$cuda_check" small || status=1
-  done
+  if [ -z "$tools" ]; then
+    tools="memcheck racecheck synccheck initcheck"
+    [ $quick = 0 ] || tools="memcheck racecheck"
+  fi
+  for tool in $tools; do sanitize "$tool" "${sanitizer_binary:-$cuda_check}" || status=1; done
   return $status
 }
 
-# What the Triton baseline compiles takes about a minute for each head count: done ahead, beside the other parts. The
-# tuning measured meanwhile is thrown away; only compiled kernels stay, in Triton's cache.
-warm_pid=""
-start_warming() {
-  [ -z "$warm_pid" ] && [ "$cases" = headline ] && [ ! -e "$build/warm.done" ] || return 0
-  "$python" -c 'import fla' 2>/dev/null || return 0
-  (
-    pids=()
-    trap 'kill "${pids[@]}"; exit 1' TERM
-    for batch in h96 h64; do
-      FLA_CACHE_RESULTS=0 "$python" -m benchmarks.gpu.run --warm-only --providers fla_triton \
-        --cases "fixed-8192-$batch" "mixed-8192-$batch" &
-      pids+=($!)
-    done
-    for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
-    touch "$build/warm.done"
-  ) >"$build/warm.log" 2>&1 &
-  warm_pid=$!
-}
-
-part_bench() {
-  start_warming
-  if [ -n "$warm_pid" ]; then
-    echo "waiting for Triton's compilations"
-    wait "$warm_pid" || tail -n 5 "$build/warm.log"
-    warm_pid=""
-  fi
-  local -a more names
-  read -ra more <<<"$bench_args"
-  read -ra names <<<"$cases"
-  [ -z "$commit" ] || more+=(--commit "$commit")
+# Runs a module of the benchmark and keeps what it wrote beside the logs.
+benchmark() {
   local status=0 since=$build/bench.since
   touch "$since"
-  step "$python" -m benchmarks.gpu.run --cases "${names[@]}" "${more[@]}" || status=$?
+  local -a more=()
+  [ -z "$commit" ] || more=(--commit "$commit")
+  step timeout -k 10 "$1" "$python" -m "${@:2}" "${more[@]}" || status=$?
   find benchmarks/results -name '*.json' -newer "$since" -exec cp {} "$logs/" \;
   return $status
 }
+
+part_bench() {
+  local -a more names
+  read -ra more <<<"$bench_args"
+  read -ra names <<<"$cases"
+  # The benchmark ends by itself within the budget; the limit is for the case that it does not.
+  benchmark $((budget + 45)) benchmarks.gpu.run --cases "${names[@]}" --budget "$budget" "${more[@]}"
+}
+
+part_sweep() { benchmark 170 benchmarks.gpu.sweep --merge; }
 
 if [ -n "$make_prebuilt" ]; then
   make_prebuilt "$make_prebuilt"
@@ -225,14 +236,11 @@ fi
 failed=0
 summary=$logs/summary.txt
 : >"$summary"
-trap '[ -z "$warm_pid" ] || kill "$warm_pid" 2>/dev/null || true' EXIT
 { nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || echo "no nvidia-smi"; } | tee -a "$summary"
-for part in build check pytest sanitize bench; do
+for part in build check pytest sanitize bench sweep; do
   wants "$part" || continue
   printf '\n==== %s  [%d s since the start]\n' "$part" $SECONDS
   begin=$SECONDS verdict=ok
-  if [ "$part" != build ] && wants bench; then start_warming; fi
-  # Not in a pipe's subshell: the benchmark waits for a child of this shell.
   status=0
   { "part_$part" || status=$?; } > >(tee "$logs/$part.log") 2>&1
   sync "$logs/$part.log" 2>/dev/null || true
