@@ -126,9 +126,14 @@ void ArrayTypes::load_torch() {
     nb::object hook = attribute(internals, name);
     if (hook.is_valid()) torch_.interpreters.push_back(std::move(hook));
   }
-  torch_.increment_version = attribute(internals, "_increment_version");  // takes lists only
+  torch_.increment_version = attribute(internals, "_increment_version");
   if (!torch_.increment_version.is_valid()) {
     torch_.increment_version = torch.attr("autograd").attr("graph").attr("increment_version");
+  }
+  try {
+    torch_.increment_version(nb::list());
+    torch_.increments_lists = true;
+  } catch (nb::python_error&) {  // an older torch, which takes a tensor
   }
   torch_.is_grad_enabled = torch.attr("is_grad_enabled");
 }

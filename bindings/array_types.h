@@ -37,7 +37,8 @@ struct ArrayType {
 // torch's own state that a call must respect; filled when the first torch type is seen.
 struct TorchHooks {
   nb::object is_grad_enabled;            // () -> bool
-  nb::object increment_version;          // (list of tensors)
+  nb::object increment_version;          // (list of tensors), or (tensor)
+  bool increments_lists = false;         // which of them: torch before 2.6 takes one tensor
   std::vector<nb::object> interpreters;  // () -> truthy while something must see every operation
 };
 

@@ -156,6 +156,7 @@ void ArrayReader::read(const char* name, nb::handle object, Access access, bool 
         return;
       }
       fill(name, export_dlpack(name, object, type, access), view);
+      if (type.family == Family::kTorch) check_sign(name, object, view);
       return;
     default:
       throw TypeError(std::string(name) +
@@ -263,7 +264,12 @@ const dlpack::Tensor& ArrayReader::export_dlpack(const char* name, nb::handle ob
                               ? nb::object(nb::int_(kDlpackDefaultStream))
                               : nb::object(nb::int_(reinterpret_cast<std::uintptr_t>(target)));
     }
-    const nb::object exporter = object.attr("__dlpack__");
+    nb::object source = nb::borrow(object);
+    if (type.family == Family::kTorch) {
+      // What asks for a gradient was dealt with; torch's __dlpack__ refuses it in any mode.
+      if (nb::cast<bool>(object.attr("requires_grad"))) source = object.attr("detach")();
+    }
+    const nb::object exporter = source.attr("__dlpack__");
     try {
       capsule = exporter(**options);
     } catch (nb::python_error& error) {
@@ -312,9 +318,16 @@ void* ArrayReader::data_of_bytes(nb::handle array) {
 
 void ArrayReader::mark_written() {
   if (written_.empty()) return;
+  const TorchHooks& torch = types_.torch();
+  if (!torch.increments_lists) {
+    for (const nb::handle tensor : written_) {  // inference tensors have no version
+      if (!nb::cast<bool>(tensor.attr("is_inference")())) torch.increment_version(tensor);
+    }
+    return;
+  }
   nb::list tensors;
   for (const nb::handle tensor : written_) tensors.append(tensor);
-  types_.torch().increment_version(tensors);
+  torch.increment_version(tensors);
 }
 
 ArrayType ArrayReader::leader_type() {
@@ -329,6 +342,10 @@ void* ArrayReader::stream(Device device) {
     if (type.exchange->current_stream(dlpack::kCuda, device.index, &stream_) != 0) {
       throw nb::python_error();
     }
+  } else if (type.family == Family::kTorch) {
+    const nb::object cuda = nb::module_::import_("torch").attr("cuda");
+    const nb::object current = cuda.attr("current_stream")(device.index);
+    stream_ = reinterpret_cast<void*>(nb::cast<std::uintptr_t>(current.attr("cuda_stream")));
   } else if (type.family == Family::kCupy) {
     const nb::object cuda = nb::module_::import_("cupy").attr("cuda");
     const nb::object current = cuda.attr("get_current_stream")(device.index);

@@ -59,8 +59,11 @@ def shape_of(name: str, x: Any, dims: str) -> Shape:
         TypeError: `x` is no array.
         ValueError: `x` has another number of dimensions.
     """
-    shape = getattr(x, "shape", None)
-    if shape is None or isinstance(x, type):
+    try:  # not getattr with a default, which older torch.compile cannot trace
+        shape = x.shape
+    except AttributeError:
+        raise not_an_array(name, x) from None
+    if isinstance(x, type):
         raise not_an_array(name, x)
     if len(shape) != dims.count(",") + 1:
         raise ValueError(f"{name}: expected shape {dims}, got {list(shape)}")
