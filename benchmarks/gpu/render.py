@@ -82,7 +82,18 @@ def speed_table(record: Record) -> str:
             ratio = f"{row['median_ms'] / own['median_ms']:.1f}" if row and own else "-"
             line += [f"{row['median_ms']:.3f}" if row else "-", ratio]
         rows.append(line)
-    return markdown_table(header, rows)
+    return markdown_table(header, rows) + _other_states(record)
+
+
+def _other_states(record: Record) -> str:
+    """Where a provider has no fp32 states in and out."""
+    others: dict[str, list[str]] = {}
+    for row in record["results"]:
+        if row["method"] == HEADLINE_METHOD and row["state"] != "fp32":
+            text = f"{_label(row['provider'])} {row['state']}"
+            others.setdefault(row["case"], []).append(text)
+    lines = [f"States of `{case}`: {', '.join(texts)}." for case, texts in others.items()]
+    return "\n\n" + " ".join(lines) if lines else ""
 
 
 def methods_table(record: Record) -> str:
@@ -116,6 +127,40 @@ def accuracy_table(record: Record) -> str:
     return markdown_table(header, rows)
 
 
+def host_table(record: Record) -> str:
+    """Microseconds of the caller's thread."""
+    rows = [[row["call"], f"{row['us']:.1f}"] for row in record.get("host", [])]
+    return markdown_table(["call", "us"], rows) if rows else "Not measured with these kernels."
+
+
+def sweep_text(record: Record) -> str:
+    """How the plan's choices compare with the best ones, and the shapes where they do worst."""
+    found = record.get("sweep_summary")
+    if not found or not found["shapes"]:
+        return "Not measured with these kernels."
+    rows = [
+        [str(r["tokens"]), str(r["heads"]), str(r["sequences"]), f"{r['ratio']:.2f}", r["best"]]
+        for r in found["worst"]
+        if r["ratio"] > 1
+    ]
+    text = (
+        f"{found['shapes']} shapes; the plan's own choice takes at most {found['worst_ratio']:.2f}"
+        f" times the best one's time, and more than 1.1 times in {found['above_1.1']}."
+    )
+    table = markdown_table(["T", "H", "N", "times the best", "the best"], rows)
+    return f"{text}\n\n{table}" if rows else text
+
+
+def skipped_text(record: Record) -> str:
+    """What was left out, and why."""
+    rows = record.get("skipped", [])
+    lines = [
+        f"- {row['case']}, {_label(row['provider'] or 'all')}, {row['step']}: {row['reason']}"
+        for row in rows
+    ]
+    return "\n".join(lines) or "Nothing was left out."
+
+
 def source_line(record: Record) -> str:
     """Where the figures come from, and whether the kernels have changed since."""
     same = record["kernel_digest"] == kernel_digest()
@@ -134,6 +179,9 @@ def sections(record: Record) -> dict[str, str]:
         "speed": speed_table(record),
         "methods": methods_table(record),
         "accuracy": accuracy_table(record),
+        "host": host_table(record),
+        "sweep": sweep_text(record),
+        "skipped": skipped_text(record),
     }
 
 

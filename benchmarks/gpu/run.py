@@ -173,8 +173,9 @@ def _compile_ahead(
         chosen = [*chosen, *(cases.Case("accuracy", (count,), heads) for count in tokens)]
     watch.say(start, f"{jobs} processes compile fla's kernels ...")
     commands = [fla_tuning.command(i, jobs, chosen) for i in range(jobs)]
-    good = watch.run_all(commands, min(args.compile_limit, args.budget / 3), env)
-    watch.say(start, f"    {good} of {jobs} done")
+    limit = min(args.compile_limit, args.budget / 3)
+    good, complaint = watch.run_all(commands, limit, env)
+    watch.say(start, f"    {good} of {jobs} done{'; ' if complaint else ''}{complaint}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

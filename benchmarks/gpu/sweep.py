@@ -97,21 +97,20 @@ class Calls:
         import flash_kda
 
         arguments = self._arguments(s)
-        arrays = [arguments.pop(name) for name in ("q", "k", "v", "g", "beta")]
         found: dict[str, Choice] = {}
-        default = _label(flash_kda.plan_forward(*arrays, **arguments))
+        default = _label(flash_kda.plan_forward(**arguments))
         for value_split in (0, 1, 2):
             for sequence_split in (True, False):
                 options = {"value_split": value_split, "sequence_split": sequence_split}
                 try:
-                    label = _label(flash_kda.plan_forward(*arrays, **arguments, **options))
+                    label = _label(flash_kda.plan_forward(**arguments, **options))
                 except NotImplementedError:  # not offered for this shape
                     continue
                 if label in found:
                     continue
 
                 def call(options: dict[str, Any] = options) -> None:
-                    flash_kda.chunk_kda(*arrays, **arguments, **options)
+                    flash_kda.chunk_kda(**arguments, **options)
 
                 found[label] = Choice(call, label == default)
         return found

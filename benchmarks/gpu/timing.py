@@ -65,7 +65,8 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    replay: Callable[[], object] = graph.replay
+    return replay
 
 
 def measure(calls: Calls, method: str, rounds: int, device: str) -> Times:

@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -86,9 +87,7 @@ class Process:
             status = self._process.wait(timeout=_END_GRACE)
         except subprocess.TimeoutExpired:
             status = -signal.SIGKILL
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        _kill(self._process)
         os.close(self._events)
         return status
 
@@ -229,29 +228,46 @@ def _words(event: Event) -> str:
     return ", ".join(word for word in words if word)
 
 
-def run_all(commands: Sequence[Sequence[str]], limit: float, environment: dict[str, str]) -> int:
-    """Runs the commands at once for at most `limit` seconds; how many ended well."""
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for command in commands
-    ]
+def run_all(
+    commands: Sequence[Sequence[str]], limit: float, environment: dict[str, str]
+) -> tuple[int, str]:
+    """Runs the commands at once for at most `limit` seconds.
+
+    Returns how many ended well, and the last line that one which did not has written.
+    """
     deadline = time.monotonic() + limit
-    return sum(_ended_well(process, deadline) for process in processes)
+    good, complaint = 0, ""
+    with contextlib.ExitStack() as stack:
+        running = []
+        for command in commands:
+            output = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                start_new_session=True,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(_kill, process)  # also if this process is told to end meanwhile
+            running.append((process, output))
+        for process, output in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.1, deadline - time.monotonic()))
+            if process.returncode == 0:
+                good += 1
+            elif not complaint:
+                output.seek(0)
+                last = [line for line in output.read().splitlines() if line.strip()][-1:]
+                status = "over its limit" if process.returncode is None else process.returncode
+                complaint = f"{status}: {''.join(last)[:300]}"
+    return good, complaint
 
 
-def _ended_well(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    try:
-        return process.wait(timeout=max(0.1, deadline - time.monotonic())) == 0
-    except subprocess.TimeoutExpired:
+def _kill(process: subprocess.Popen[Any]) -> None:
+    """The process and what it has started, which shares its group."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return False
+    process.wait()
 
 
 def python_module(name: str) -> list[str]:

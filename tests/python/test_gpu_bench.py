@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -509,6 +510,38 @@ def test_a_worker_that_never_starts(tmp_path, capsys):
     assert "status 3 outside a step" in capsys.readouterr().out
 
 
+def test_commands_run_at_once_within_a_limit():
+    def command(code):
+        return [sys.executable, "-c", code]
+
+    start = watch.time.monotonic()
+    commands = [command("pass"), command("import sys; sys.exit('no compiler')")]
+    assert watch.run_all(commands, 60.0, {}) == (1, "1: no compiler")
+    commands = [command("import time; time.sleep(100)")] * 2
+    assert watch.run_all(commands, 1.0, {}) == (0, "over its limit: ")
+    assert watch.time.monotonic() - start < 50
+
+
+def test_the_worker_ends_with_its_watcher(tmp_path):
+    (tmp_path / "misbehaving.py").write_text(PLUGIN)
+    command = [sys.executable, "-u", "-m", "benchmarks.gpu.run", "--device", "cpu"]
+    command += ["--plugin", "misbehaving", "--cases", "small", "--providers", "hangs"]
+    command += ["--no-accuracy", "--out", str(tmp_path / "out.json"), "--peer-limit", "300"]
+    where = {**providers.os.environ, "PYTHONPATH": str(tmp_path)}
+    running = subprocess.Popen(command, cwd=ROOT, env=where, stdout=subprocess.PIPE, text=True)
+    for line in running.stdout:
+        if "first call" in line:
+            break
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    if not children.exists():
+        running.terminate()
+        pytest.skip("this kernel does not list children")
+    (worker,) = children.read_text().split()
+    running.terminate()
+    assert running.wait(timeout=60) == 128 + 15
+    assert not Path(f"/proc/{worker}").exists()
+
+
 def test_write_is_one_step(tmp_path):
     path = tmp_path / "r.json"
     record.write(path, {"a": 1})
@@ -698,6 +731,26 @@ def test_render(tmp_path):
     assert names == ["h200_accuracy.png", "h200_speed.png"]
     assert render.main(arguments) == 0
     assert page.read_text() == text, "rendering again changes nothing"
+
+
+def test_render_of_the_other_parts(tmp_path):
+    rows = sweep_rows(128, {"a": 2.0, "b": 1.0}, "a") + sweep_rows(256, {"a": 1.0}, "a")
+    written = record_of({("uniform-128x64-h32", "fla_triton", "graph"): 2.0}, {})
+    written["results"][0]["state"] = "bf16 in, fp32 out"
+    nothing = render.sections(written)
+    assert "Not measured" in nothing["host"]
+    assert "Not measured" in nothing["sweep"]
+    assert nothing["skipped"] == "Nothing was left out."
+    reason = {"case": "c", "provider": None, "step": "graph", "reason": "took more than 2 s"}
+    written |= {"host": [{"call": "fwd", "us": 5.25}], "sweep": rows, "skipped": [reason]}
+    written["sweep_summary"] = sweep.summary(rows)
+    parts = render.sections(written)
+    assert "| fwd | 5.2 |" in parts["host"]
+    assert "2 shapes; the plan's own choice takes at most 2.00 times" in parts["sweep"]
+    assert "| 128 | 1 | 1 | 2.00 | b |" in parts["sweep"]
+    assert "| 256 |" not in parts["sweep"], "there it takes the best"
+    assert parts["skipped"] == "- c, all, graph: took more than 2 s"
+    assert "`uniform-128x64-h32`: flash-linear-attention (Triton) bf16 in" in parts["speed"]
 
 
 def test_render_needs_its_marks(tmp_path, capsys):
