@@ -16,13 +16,15 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_readme_has_its_examples() -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["torch", "numpy"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["torch", "numpy", "jax"])
 def test_readme_python(block: str) -> None:
     if "import torch" in block:
         pytest.importorskip("torch")
+    if "import jax" in block:
+        pytest.importorskip("jax")
     done = process(["-c", block])
     assert done.returncode == 0, done.stderr
     if "print(" in block:
