@@ -24,19 +24,25 @@ def _compiling() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
-def _widened(A_log: Any, dt_bias: Any) -> tuple[Any, Any] | None:
-    """Both in fp32 (exact) where one is a torch tensor of 2-byte floats, else None.
+def _widened(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """See `flash_kda._torch.widened`; other libraries' arrays stay as they are."""
+    if "torch" not in sys.modules:
+        return arrays
+    from flash_kda import _torch
 
-    `model.to(torch.bfloat16)` casts a layer's own parameters too.
-    """
+    return _torch.widened(arrays)
+
+
+def _run_with_copies(
+    arrays: tuple[Any, ...], options: tuple[Any, ...], refusal: ValueError
+) -> bool:
+    """See `flash_kda._torch.run_with_copies`; False for other libraries' arrays."""
     torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    narrow = (torch.bfloat16, torch.float16)
-    found = [isinstance(x, torch.Tensor) and x.dtype in narrow for x in (A_log, dt_bias)]
-    if not any(found):
-        return None
-    return A_log.float() if found[0] else A_log, dt_bias.float() if found[1] else dt_bias
+    if torch is None or not isinstance(arrays[0], torch.Tensor):
+        return False
+    from flash_kda import _torch
+
+    return _torch.run_with_copies(arrays, options, str(refusal))
 
 
 def _dispatch(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> None:
@@ -99,24 +105,33 @@ def fwd(
                 initial_state, final_state, cu_seqlens,
             ):  # fmt: skip
                 return
-        except ValueError:  # asked only now: the usual call pays nothing for it
-            wide = _widened(A_log, dt_bias)
-            if wide is None:
-                raise
-            fwd(
-                q, k, v, g, beta, scale, out, *wide, lower_bound,
+        except ValueError as error:  # the usual call pays nothing for this question
+            arrays, options = _forward_arguments(
+                q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound,
                 initial_state, final_state, cu_seqlens,
             )  # fmt: skip
+            if not _run_with_copies(arrays, options, error):
+                raise
             return
-    A_log, dt_bias = _widened(A_log, dt_bias) or (A_log, dt_bias)
     if lower_bound is None:
         raise ValueError("lower_bound: expected a number in [-5, 0], got None")
+    arrays, options = _forward_arguments(
+        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound,
+        initial_state, final_state, cu_seqlens,
+    )  # fmt: skip
+    _dispatch(arrays, options)
+
+
+def _forward_arguments(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, scale: Any, out: Any, A_log: Any, dt_bias: Any,
+    lower_bound: Any, initial_state: Any, final_state: Any, cu_seqlens: Any,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
+    """The call of `fwd` as `_C.forward` takes it."""
     arrays = (
         q, k, v, g, beta, out, A_log, dt_bias, initial_state, final_state, None, None, cu_seqlens,
         None, None, None, None,
     )  # fmt: skip
-    options = (GATE_LOWER_BOUND, BETA_LOGIT, True, lower_bound, scale, 0, True, False, 0)
-    _dispatch(arrays, options)
+    return arrays, (GATE_LOWER_BOUND, BETA_LOGIT, True, lower_bound, scale, 0, True, False, 0)
 
 
 def chunk_kda(
@@ -266,7 +281,6 @@ def chunk_kda(
         pools = (initial_state_indices is not None, final_state_indices is not None)
         own = _own_layout(own, final_given, pools, compiling)
 
-    A_log, dt_bias = _widened(A_log, dt_bias) or (A_log, dt_bias)
     arrays = (
         q, k, v, g, beta, out, A_log, dt_bias, own.initial, own.final, initial_state_indices,
         final_state_indices, cu_seqlens, own.checkpoints, checkpoint_sequences,
@@ -277,8 +291,14 @@ def chunk_kda(
         check_cu_seqlens, value_split,
     )  # fmt: skip
     if _plan_only:
-        return _C.plan(arrays, options), None
-    if compiling or not _C.forward(arrays, options, False):
+        return _C.plan(_widened(arrays), options), None
+    try:
+        done = not compiling and _C.forward(arrays, options, False)
+    except ValueError as error:
+        done = _run_with_copies(arrays, options, error)
+        if not done:
+            raise
+    if not done:
         _dispatch(arrays, options)
 
     if own.final_target is not None:

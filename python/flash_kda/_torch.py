@@ -6,6 +6,7 @@ the operator; torch.compile, torch.export, tensor subclasses and modes go throug
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ _SCHEMA = (
     " float? scale, int threads, bool sequence_split, bool check_cu_seqlens, int value_split) -> ()"
 )
 _ARRAYS = 17
+_ROWS, _OUT, _PARAMETERS = (0, 1, 2, 3), 5, (6, 7)  # q, k, v, g; A_log, dt_bias
 
 _library = torch.library.Library("flash_kda", "DEF")
 _library.define(_SCHEMA, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
@@ -30,7 +32,12 @@ _NAMES = tuple(argument.name for argument in _forward._schema.arguments[:_ARRAYS
 
 
 def _run(*args: Any) -> None:
-    _C.forward(args[:_ARRAYS], args[_ARRAYS:], True)
+    arrays, options = args[:_ARRAYS], args[_ARRAYS:]
+    try:
+        _C.forward(arrays, options, True)
+    except ValueError as error:
+        if not run_with_copies(arrays, options, str(error)):
+            raise
 
 
 def _refuse_gradient(*args: Any) -> None:
@@ -47,6 +54,66 @@ _library.impl("forward", _run, "CPU")
 _library.impl("forward", _run, "CUDA")
 _library.impl("forward", _refuse_gradient, "Autograd")
 torch.library.register_fake("flash_kda::forward", _fake, lib=_library)
+
+
+def widened(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """With A_log and dt_bias in fp32 (exact) where they are torch tensors of 2-byte floats.
+
+    `model.to(torch.bfloat16)` casts a layer's own parameters too.
+
+    Args:
+        arrays: Those of a call, in the order of `_C.forward`.
+    """
+    narrow = [
+        i
+        for i in _PARAMETERS
+        if isinstance(arrays[i], torch.Tensor) and arrays[i].dtype in (torch.bfloat16, torch.half)
+    ]
+    if not narrow:
+        return arrays
+    return tuple(x.float() if i in narrow else x for i, x in enumerate(arrays))
+
+
+def _is_misaligned(x: torch.Tensor) -> bool:
+    """Whether a GPU's copy engine cannot follow the rows (src/cuda/sm90/tensor_map_layout.cpp)."""
+    steps = [n for n, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    return bool(x.data_ptr() % 16) or any(n <= 0 or n * x.element_size() % 16 for n in steps)
+
+
+def run_with_copies(arrays: tuple[Any, ...], options: tuple[Any, ...], refusal: str) -> bool:
+    """Runs a call of plain tensors that was refused, with copies where a copy is what it takes.
+
+    Those are `widened` parameters, and q, k, v, g and out that a GPU's copy engine cannot follow;
+    out is copied back. They cost a pass over the tensor each, and memory from torch's allocator.
+
+    Args:
+        arrays: Those of the call, in the order of `_C.forward`.
+        options: Likewise.
+        refusal: The message.
+
+    Returns:
+        False where no copy helps, and nothing was done: the refusal stands.
+    """
+    wide = widened(arrays)
+    if wide is not arrays:
+        try:
+            _C.forward(wide, options, True)
+        except ValueError as error:
+            if not run_with_copies(wide, options, str(error)):
+                raise
+        return True
+    # The last thing that is asked about: all else about the call is right.
+    if not re.search(r"(aligned to 16 bytes|strides) on CUDA", refusal):
+        return False
+    mended = [*arrays]
+    for i in (*_ROWS, _OUT):
+        if _is_misaligned(arrays[i]):
+            # out too: rows past the last sequence keep what they hold.
+            mended[i] = arrays[i].clone(memory_format=torch.contiguous_format)
+    _C.forward(tuple(mended), options, True)
+    if mended[_OUT] is not arrays[_OUT]:
+        arrays[_OUT].copy_(mended[_OUT])
+    return True
 
 
 def check_gradient(arrays: tuple[torch.Tensor | None, ...]) -> None:
@@ -69,7 +136,7 @@ def check_gradient(arrays: tuple[torch.Tensor | None, ...]) -> None:
 def dispatch(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     """Runs a call through torch's dispatcher; the arguments are `_C.forward`'s."""
     check_gradient(arrays)
-    _forward(*arrays, *options)
+    _forward(*widened(arrays), *options)
 
 
 class _Torch:

@@ -588,18 +588,16 @@ def odd_pitch_copy(x):
 )
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "out"])
 def test_misaligned_rows(cuda, name, how):
+    """Rows that the copy engine cannot follow are copied first; outputs are copied back."""
     call = make(cuda, lengths=[100, 33], heads=2)
     want = call.run()
     out, final = call.outputs()
     if name == "out":
         out = how(out)
-        bad = call
+        call.into(out, final)
     else:
-        bad = call.but(**{name: how(getattr(call, name))})
-    with pytest.raises(ValueError, match=rf"^{name}: "):
-        bad.into(out, final)
-    assert bool(torch.isnan(out).all()), "something was written"
-    assert_same(call.run(), want, "a good call afterwards")
+        call.but(**{name: how(getattr(call, name))}).into(out, final)
+    assert_same((out, final), want, name)
 
 
 @pytest.mark.parametrize("name", ["beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"])

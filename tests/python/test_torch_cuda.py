@@ -280,6 +280,82 @@ def test_operator_equals_the_call(device):
     assert_same((arguments[5], arguments[9]), call.run())
 
 
+# --- rows that a GPU's copy engine cannot follow --------------------------------------------------
+
+
+def shifted(x):
+    """(buffer of sevens, view of it with the same values, 2 bytes off every boundary)."""
+    buffer = torch.full((x.numel() + 9,), 7.0, dtype=x.dtype, device=x.device)
+    view = buffer[1 : 1 + x.numel()].view(x.shape)
+    view.copy_(x)
+    return buffer, view
+
+
+def misaligned(call):
+    """q and g off the boundary, rows of k 132 elements apart, one head of v for all; and dense."""
+    wide = torch.full((*call.k.shape[:3], D + 4), torch.nan, dtype=BF16, device=call.k.device)
+    wide[..., :D] = call.k
+    v = call.v[:, :, :1].expand(call.v.shape)
+    rows = {"q": shifted(call.q)[1], "k": wide[..., :D], "v": v, "g": shifted(call.g)[1]}
+    return call.but(**rows), call.but(v=v.contiguous())
+
+
+def test_copies_are_made_of_what_needs_them(device):
+    """The step that follows a refusal, by itself: on the CPU nothing is refused."""
+    from flash_kda import _torch
+
+    bad, good = misaligned(make(device, lengths=LENGTHS, heads=3, tail=5))
+    good_out, good_final = good.outputs()
+    good.into(good_out, good_final)
+    arguments = list(operator_arguments(bad))
+    buffer, arguments[5] = shifted(torch.full_like(good_out, 7.0))
+    kept = [x.clone() for x in arguments[:5]]
+    refusal = "q: expected an address aligned to 16 bytes on CUDA, got one that is 2 bytes past it"
+    assert _torch.run_with_copies(tuple(arguments[:17]), tuple(arguments[17:]), refusal)
+    end = sum(LENGTHS)
+    assert_same((arguments[5][:, :end], arguments[9]), (good_out[:, :end], good_final))
+    assert bool((arguments[5][:, end:] == 7).all()), "wrote past the last sequence"
+    assert bool((buffer[0] == 7) & (buffer[-8:] == 7).all()), "wrote around out"
+    for x, y in zip(arguments[:5], kept, strict=True):
+        assert torch.equal(bits(x), bits(y)), "an input changed"
+    refusal = "k: expected shape [B, T, H, K]"
+    assert not _torch.run_with_copies(tuple(arguments[:17]), tuple(arguments[17:]), refusal)
+
+
+def test_misaligned_rows_eager_compiled_and_captured(cuda):
+    torch._dynamo.reset()
+    call = make(cuda, lengths=LENGTHS, heads=3)
+    bad, good = misaligned(call)
+    want = good.chunk_kda()
+    assert_accurate(good, want)
+    assert_same(bad.chunk_kda(), want, "chunk_kda")
+    assert_same(bad.run(), want, "fwd")
+    narrow = bad.but(A_log=call.A_log.to(BF16), dt_bias=call.dt_bias.to(BF16))
+    wide = good.but(A_log=narrow.A_log.float(), dt_bias=narrow.dt_bias.float())
+    assert_same(narrow.run(), wide.run(), "parameters in bf16 too")
+    compiled = torch.compile(Call.chunk_kda, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        assert_same(compiled(bad), want, "compiled")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = bad.chunk_kda()
+    for x in got:
+        x.fill_(torch.nan)
+    graph.replay()
+    assert_same(got, want, "replayed")
+
+
+def test_what_stays_refused(cuda):
+    """Copies mend alignment alone: an `out` whose elements overlap is still wrong."""
+    call = make(cuda, lengths=LENGTHS, heads=3)
+    out, final = call.outputs()
+    with pytest.raises(ValueError, match=r"^out: "):
+        call.into(out[:, :, :1].expand(out.shape), final)
+    with pytest.raises(ValueError, match=r"^q: "):
+        call.but(q=call.q.mT.contiguous().mT).into(out, final)
+    assert bool(torch.isnan(out).all())
+
+
 # --- streams, devices, memory ---------------------------------------------------------------------
 
 
