@@ -140,32 +140,29 @@ struct LoadRole {
       const int n = at.n;
       const int done =
           n - Block::kStages;  // the state role has left this chunk behind once its stage is released
-      if (done >= 0 && (end < 0 || done < end))
-        barrier_wait(base + Layout::kReleased + 8 * at.stage, at.parity ^ 1);
-      ChunkDescriptor finished = {}, incoming = {};
-      const int value = n - kValueLag;
-      if (!Block::kMap && done >= 0) finished = read_descriptor<Layout>(base, done);
+      const bool finished = done >= 0 && (end < 0 || done < end);
+      ChunkDescriptor incoming = {};
+      if (stops < kStopChunks) incoming = work.next(lane);  // before the wait, not after it
+      if (finished) barrier_wait(base + Layout::kReleased + 8 * at.stage, at.parity ^ 1);
+      // First what the ring waits for; the descriptor of `done` is still there (kTableSlots).
       if (stops < kStopChunks) {
-        const ChunkDescriptor d = work.next(lane);
-        if (d.stop()) {
+        if (lane == 0) {
+          write_descriptor<Layout>(base, n, incoming);
+          load_stage(incoming, at);
+          announce_state(incoming);
+        }
+        if (incoming.stop()) {
           if (end < 0) end = n;
           ++stops;
-        }
-        sync_warp();
-        if (lane == 0) {
-          write_descriptor<Layout>(base, n, d);
-          load_stage(d, at);
-          announce_state(d);
         }
       }
       sync_warp();
       if constexpr (!Block::kMap) {
-        if (done >= 0 && (end < 0 || done < end)) store_output(finished, done);
+        if (finished) store_output(read_descriptor<Layout>(base, done), done);
       }
-      if (value >= 0 && (end < 0 || value < end)) {
-        incoming = read_descriptor<Layout>(base, value);
-        if (lane == 0) load_values(incoming, value);
-      }
+      const int value = n - kValueLag;
+      if (lane == 0 && value >= 0 && (end < 0 || value < end))
+        load_values(read_descriptor<Layout>(base, value), value);
     }
     if (lane == 0) tensor_store_wait_all();
   }

@@ -29,9 +29,11 @@ void check_sizes(const ForwardPlan& plan) {
   if (plan.tokens > kLimit) {
     not_served("T = " + std::to_string(plan.tokens) + " (q; above 2^31 - 65)");
   }
-  if (plan.sequences > kLimit || plan.value_heads > kLimit / 2) {
+  // Items of work: spans times heads times two; there are at most as many more spans as chunks.
+  if (plan.value_heads > kLimit / 4 ||
+      plan.sequences + plan.tokens / kChunk > kLimit / 4 / std::max<std::int64_t>(plan.value_heads, 1)) {
     not_served("N = " + std::to_string(plan.sequences) +
-               ", H = " + std::to_string(plan.value_heads) + " (above 2^31 - 65, 2^30 - 33)");
+               ", H = " + std::to_string(plan.value_heads) + " (N H above 2^29)");
   }
 }
 

@@ -90,7 +90,7 @@ template <class Block>
 class WorkCursor {
  public:
   FLASH_KDA_DEVICE explicit WorkCursor(const ForwardParams& p) : params_(p), item_(block_index()) {
-    items_ = static_cast<std::int64_t>(spans()) * params_.heads * Block::kItemsPerHead;
+    items_ = spans() * params_.heads * Block::kItemsPerHead;
     take_number(lane_index());
     if (item_ < items_) fetch_span();
   }
@@ -173,21 +173,20 @@ class WorkCursor {
   }
   FLASH_KDA_DEVICE void fetch_span() {
     const int per_span = params_.heads * Block::kItemsPerHead;
-    const int rank = static_cast<int>(item_ / per_span);
-    next_head_block_ = static_cast<int>(item_ - static_cast<std::int64_t>(rank) * per_span);
+    const int rank = item_ / per_span;
+    next_head_block_ = item_ - rank * per_span;
     next_span_ = span(rank);
   }
   FLASH_KDA_DEVICE void take_number(int lane) {
     if (params_.schedule != nullptr && lane == 0)
       taken_ = atomic_add(&params_.schedule->taken[index()], 1);
   }
-  FLASH_KDA_DEVICE std::int64_t item_after() const {
-    if (params_.schedule == nullptr) return item_ + grid_size();
-    return static_cast<std::int64_t>(grid_size()) + shuffle(taken_, 0);
+  FLASH_KDA_DEVICE int item_after() const {
+    return grid_size() + (params_.schedule == nullptr ? item_ : shuffle(taken_, 0));
   }
 
   const ForwardParams& params_;
-  std::int64_t item_, items_;  // item_: the one to be opened next
+  int item_, items_;  // item_: the one to be opened next
   Span next_span_;
   int next_head_block_ = 0;
   int taken_ = 0;  // lane 0: the number of the item after item_
