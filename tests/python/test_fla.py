@@ -327,13 +327,15 @@ def calls(monkeypatch):
 
 
 @pytest.fixture
-def triton_path(fla, monkeypatch):
-    """The client's own kernels, our backend off. Not tuned: that costs minutes, and changes speed.
-
-    Skips without a GPU.
-    """
+def gpu():
+    """For what means nothing without one."""
     if why_no_cuda():
-        pytest.skip(f"Triton's kernels need a GPU; {why_no_cuda()}")
+        pytest.skip(why_no_cuda())
+
+
+@pytest.fixture
+def triton_path(fla, gpu, monkeypatch):
+    """The client's own kernels, our backend off. Not tuned: that takes minutes, for speed alone."""
     from triton.runtime.autotuner import Autotuner
 
     every = Autotuner.prune_configs
@@ -462,6 +464,31 @@ def test_which_kernels_run(fla, triton_path):
     assert not [name for name in names["ours"] if THEIRS.search(name)]
     assert [name for name in names["theirs"] if THEIRS.search(name)]
     assert not [name for name in names["theirs"] if "flash_kda" in name]
+
+
+def test_in_a_graph(fla, gpu, calls):
+    """A CUDA graph of the client's call; new contents, new offsets of the same N, poison."""
+    kept, other = (
+        keywords("cuda", lengths=lengths, seed=seed)
+        for seed, lengths in enumerate((LENGTHS, LENGTHS[::-1]))
+    )
+    with torch.inference_mode():
+        want = [fla.chunk_kda(**args) for args in (kept, other)]
+        sources = [copies(kept), copies(other)]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = fla.chunk_kda(**kept)
+        assert len(calls) == 3
+        for r in range(4):
+            for name, x in sources[r % 2].items():
+                kept[name].copy_(x)
+            for x in got:
+                x.fill_(torch.nan)
+            graph.replay()
+            assert_right((kept, other)[r % 2], got)
+            for x, y in zip(got, want[r % 2], strict=True):
+                assert torch.equal(x, y), f"replay {r}"
 
 
 def test_turned_off(fla, device, calls, fallback, monkeypatch):
