@@ -20,7 +20,7 @@ from benchmarks.gpu.providers import FlashKda
 
 _BUSY_CYCLES = 60_000_000  # about 35 ms
 _ROUNDS = 7
-_FIXED, _PACKED = Case("host", (256,), 8), Case("host packed", (100, 0, 156), 8)
+LENGTHS, _PACKED_LENGTHS = (256,), (100, 0, 156)
 
 Call = Callable[[], object]
 
@@ -67,11 +67,12 @@ def _chunk_kda(function: Callable[..., object], i: Inputs) -> Call:
     )  # fmt: skip
 
 
-def own_calls(device: str) -> dict[str, tuple[Call, int]]:
+def own_calls(heads: int, device: str) -> dict[str, tuple[Call, int]]:
     """flash_kda's calls by name, and how many of them a round has."""
     import flash_kda
 
-    fixed, packed = (random_inputs(case, device) for case in (_FIXED, _PACKED))
+    fixed = random_inputs(Case("host", LENGTHS, heads), device)
+    packed = random_inputs(Case("host packed", _PACKED_LENGTHS, heads), device)
     provider = FlashKda()
     return {
         "flash_kda.fwd": (provider.prepare(fixed), 200),
@@ -80,10 +81,10 @@ def own_calls(device: str) -> dict[str, tuple[Call, int]]:
     }
 
 
-def fla_calls(device: str) -> dict[str, tuple[Call, int]]:
+def fla_calls(heads: int, device: str) -> dict[str, tuple[Call, int]]:
     """flash-linear-attention's call, by its dispatch to this package and by its own kernels."""
     chunk_kda = importlib.import_module("fla.ops.kda").chunk_kda
-    call = _chunk_kda(chunk_kda, random_inputs(_FIXED, device))
+    call = _chunk_kda(chunk_kda, random_inputs(Case("host", LENGTHS, heads), device))
 
     def with_switch(value: str) -> Call:
         def run() -> None:

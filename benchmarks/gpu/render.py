@@ -29,6 +29,7 @@ PROVIDER_NAMES = {"flash_kda": "flash_kda", "fla_triton": "flash-linear-attentio
 
 Record = dict[str, Any]
 Row = dict[str, Any]
+Series = dict[str, list[float]]  # a value for each group, by label
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -211,17 +212,25 @@ def draw(record: Record, folder: Path) -> list[Path]:
     stem = re.sub(r"\W+", "-", record["gpu"].lower().replace("nvidia", "")).strip("-")
     of_cases = _cases(record, HEADLINE_METHOD)
     names = _providers(record["results"])
-    times = {
-        _label(n): [of_cases[c].get(n, {}).get("median_ms", 0.0) for c in of_cases] for n in names
-    }
     inputs = list(dict.fromkeys(row["input"] for row in record["accuracy"]))
     found = {(row["input"], row["provider"]): row["out"] for row in record["accuracy"]}
     errors = {
         _label(n): [found.get((i, n), 0.0) for i in inputs] for n in _providers(record["accuracy"])
     }
+    headline = [case.name for case in cases.GROUPS["headline"]]
+    first = [case for case in of_cases if case in headline]
+    more = [case for case in of_cases if case not in headline]
+
+    def times(shown: Sequence[str]) -> Series:
+        return {
+            _label(n): [of_cases[c].get(n, {}).get("median_ms", 0.0) for c in shown] for n in names
+        }
+
+    replay = "ms, CUDA-graph replay, L2 flushed"
     written = []
     for name, groups, series, unit in (
-        ("speed", list(of_cases), times, "ms, CUDA-graph replay, L2 flushed"),
+        ("speed", first, times(first), replay),
+        ("speed_more", more, times(more), replay),
         ("accuracy", inputs, errors, "relative RMS error of out, worst head"),
     ):
         if not groups:
@@ -231,8 +240,10 @@ def draw(record: Record, folder: Path) -> list[Path]:
         for i, (label, values) in enumerate(series.items()):
             at = [g + (i - (len(series) - 1) / 2) * width for g in range(len(groups))]
             bars = axes.bar(at, values, width, label=label)
-            axes.bar_label(bars, fmt="%.3g", fontsize=7)
+            axes.bar_label(bars, [f"{v:.3g}" if v else "" for v in values], fontsize=7)
         axes.margins(y=0.1)
+        if name == "speed_more":  # from 0.01 to some ms
+            axes.set_yscale("log")
         axes.set_xticks(range(len(groups)), groups, rotation=20, ha="right", fontsize=8)
         axes.set_ylabel(unit, fontsize=8)
         axes.set_title(f"{record['gpu']}, commit {record['commit'][:12]}", fontsize=9, pad=22)

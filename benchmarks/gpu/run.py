@@ -27,6 +27,7 @@ from benchmarks.gpu import (
     cases,
     environment,
     fla_tuning,
+    host,
     providers,
     record,
     timing,
@@ -164,13 +165,16 @@ def _listing() -> str:
 
 
 def _compile_ahead(
-    args: argparse.Namespace, chosen: list[cases.Case], env: dict[str, str], start: float
+    args: argparse.Namespace,
+    chosen: list[cases.Case],
+    heads: int,
+    env: dict[str, str],
+    start: float,
 ) -> None:
     jobs = args.compile_jobs
-    if args.accuracy:  # they have totals of rows of their own
-        heads = max(case.heads for case in chosen) if chosen else 64
-        tokens = {tokens for _, tokens in accuracy.INPUTS.values()}
-        chosen = [*chosen, *(cases.Case("accuracy", (count,), heads) for count in tokens)]
+    lengths = [(tokens,) for _, tokens in accuracy.INPUTS.values()] if args.accuracy else []
+    lengths += [host.LENGTHS] if args.host else []  # totals of rows of their own
+    chosen = [*chosen, *(cases.Case("", of_one, heads) for of_one in lengths)]
     watch.say(start, f"{jobs} processes compile fla's kernels ...")
     commands = [fla_tuning.command(i, jobs, chosen) for i in range(jobs)]
     limit = min(args.compile_limit, args.budget / 3)
@@ -210,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "providers": [runner.name for runner in runners],
         "step_limit": args.step_limit,
         "peer_limit": args.peer_limit,
-        "accuracy_heads": heads if args.accuracy_tokens is None else min(heads, 4),
+        "heads": heads if args.accuracy_tokens is None else min(heads, 4),
         "accuracy_tokens": args.accuracy_tokens,
         "plugins": args.plugin,
     }
@@ -221,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             env |= fla_tuning.unpack(output.configs, Path(folder))
             if args.compile_jobs:
-                _compile_ahead(args, chosen, env, start)
+                _compile_ahead(args, chosen, heads, env, start)
         run.run(watch.python_module("benchmarks.gpu.worker"), env)
     output.write()
     print(table(output.record))

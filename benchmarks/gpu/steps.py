@@ -13,7 +13,7 @@ Event = dict[str, Any]
 
 
 class Steps:
-    """Sends events; `failed` of the last step says whether it raised."""
+    """Sends events about the steps of the tasks."""
 
     def __init__(self, send: Callable[[Event], None], still_works: Callable[[], None]) -> None:
         """`still_works` raises if the device can run nothing more (after a fault of a kernel)."""

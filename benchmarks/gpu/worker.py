@@ -37,7 +37,7 @@ class Options:
     providers: list[str]
     step_limit: float  # seconds
     peer_limit: float  # seconds, for another provider's first call
-    accuracy_heads: int
+    heads: int  # of the accuracy inputs and of the calls for host time
     accuracy_tokens: int | None = None
     plugins: list[str] = field(default_factory=list)
 
@@ -140,7 +140,7 @@ class Worker:
         label = f"accuracy {name}"
         expected = None
         with steps.step(label, "recurrence in fp64", o.step_limit):
-            inputs = make(o.accuracy_heads, min(tokens, o.accuracy_tokens or tokens), o.device)
+            inputs = make(o.heads, min(tokens, o.accuracy_tokens or tokens), o.device)
             expected = oracle.recurrence(inputs)
             self.synchronize()
         if expected is None:
@@ -163,7 +163,7 @@ class Worker:
                 continue
             limit = o.step_limit if provider == OWN else o.peer_limit
             with steps.step(name, "calls", limit, provider), torch.inference_mode():
-                for call_name, (call, count) in make(o.device).items():
+                for call_name, (call, count) in make(o.heads, o.device).items():
                     steps.rows("host", [host.row(call_name, call, count)])
 
     def synchronize(self) -> None:

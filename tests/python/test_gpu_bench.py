@@ -727,10 +727,17 @@ def test_render(tmp_path):
     assert "NVIDIA H200, driver 1, CUDA 2, torch 3, commit `444444444444`" in text
     assert "(changed since)" in text
     assert text.endswith("\nthe log\n")
+    # The other cases, where there are some, have a plot of their own: their times differ 1000-fold.
     names = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert names == ["h200_accuracy.png", "h200_speed.png"]
     assert render.main(arguments) == 0
     assert page.read_text() == text, "rendering again changes nothing"
+
+
+def test_render_draws_other_cases_apart(tmp_path):
+    times = {("fixed-8192-h96", "flash_kda", "graph"): 0.5, ("fixed-128-h32", "p", "graph"): 0.01}
+    drawn = render.draw(record_of(times, {}), tmp_path)
+    assert [path.name for path in drawn] == ["h200_speed.png", "h200_speed_more.png"]
 
 
 def test_render_of_the_other_parts(tmp_path):
