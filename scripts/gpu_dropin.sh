@@ -137,23 +137,26 @@ limited() {
   return $status
 }
 
-warm_pid=""
+# Triton compiles one kernel after another: a process for each kind of call.
+warm_pids=()
 if wants model && wants torch; then
-  FLA_CACHE_RESULTS=0 timeout -k 5 "$limit" "$python" examples/python/fla_model.py --warm --layers 1 \
-    >"$out/warm.log" 2>&1 &
-  warm_pid=$!
+  for part in packed turns fp32; do
+    FLA_CACHE_RESULTS=0 timeout -k 5 "$limit" "$python" examples/python/fla_model.py --warm "$part" --layers 1 \
+      >"$out/warm-$part.log" 2>&1 &
+    warm_pids+=($!)
+  done
 fi
-trap '[ -z "$warm_pid" ] || kill "$warm_pid" 2>/dev/null || true' EXIT
+trap '[ ${#warm_pids[@]} = 0 ] || kill "${warm_pids[@]}" 2>/dev/null || true' EXIT
 
 failed=0
 for part in torch model fla host; do
   wants "$part" || continue
   printf '\n==== %s\n' "$part" | stamp
   begin=$SECONDS verdict=ok status=0
-  if [ "$part" = model ] && [ -n "$warm_pid" ]; then
+  if [ "$part" = model ] && [ ${#warm_pids[@]} -gt 0 ]; then
     echo "waiting for Triton's compilations" | stamp
-    wait "$warm_pid" || { tail -n 5 "$out/warm.log" | stamp; }
-    warm_pid=""
+    for pid in "${warm_pids[@]}"; do wait "$pid" || tail -n 2 "$out"/warm-*.log | stamp; done
+    warm_pids=()
   fi
   limited "$part" > >(tee "$out/$part.log" | stamp) 2>&1 || status=$?
   sleep 0.3 # the last tee

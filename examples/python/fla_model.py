@@ -52,6 +52,7 @@ class Sizes:
     device: str = "cuda"
 
 
+WARM_PARTS = ("packed", "padded", "turns", "fp32")
 PATHS = {"flash_kda": "1", "triton": "0"}  # values of FLA_FLASH_KDA, which is read at each call
 
 
@@ -406,20 +407,20 @@ def measure_speed(sizes: Sizes, model: Any, report: Report, bar: Progress, cases
             )
 
 
-def warm(sizes: Sizes, model: Any, exact: Any, bar: Progress) -> None:
-    """Compiles what Triton compiles for everything else here."""
+def warm(sizes: Sizes, model: Any, exact: Any, bar: Progress, part: str) -> None:
+    """Compiles what Triton compiles for everything else here, or a part of it."""
     prompts, ids = Prompts.of(sizes), conversation(sizes)
-    for path in PATHS:
-        for run in (prompts.packed, prompts.padded):
-            bar.step(f"warming: {run.__name__}, {path}")
-            with on(path):
-                run(model)
-        bar.step(f"warming: turns, {path}")
-        with on(path):
-            in_turns(model, ids)
-    bar.step("warming: fp32")
-    prompts.packed(exact)
-    at_once(exact, ids)
+    runs: tuple[Callable[[], object], ...] = (
+        lambda: prompts.packed(model),
+        lambda: prompts.padded(model),
+        lambda: in_turns(model, ids),
+        lambda: (prompts.packed(exact), at_once(exact, ids)),
+    )
+    for name, run in zip(WARM_PARTS, runs, strict=True):
+        bar.step(f"warming: {name}")
+        if part in ("all", name):
+            with on("triton"):
+                run()
 
 
 def main() -> int:
@@ -427,7 +428,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="2 layers, one row in the table")
     parser.add_argument("--layers", type=int, default=0, help="4 if not given")
-    parser.add_argument("--warm", action="store_true", help="let Triton compile and tune, no more")
+    parser.add_argument(
+        "--warm",
+        nargs="?",
+        const="all",
+        choices=("all", *WARM_PARTS),
+        help="let Triton compile and tune, no more; or a part of it, beside others",
+    )
     parser.add_argument("--json", type=Path, help="write figures there")
     options = parser.parse_args()
     sizes = Sizes(layers=options.layers or (2 if options.quick else 4))
@@ -441,15 +448,15 @@ def main() -> int:
     return run(sizes, 1 if options.quick else 3, options.warm, options.json)
 
 
-def run(sizes: Sizes, cases: int, only_warm: bool, path: Path | None) -> int:
+def run(sizes: Sizes, cases: int, only_warm: str | None, path: Path | None) -> int:
     """What `main` does once it knows what is asked for."""
     report = Report()
-    bar = Progress(8 if only_warm else 10 + cases)
+    bar = Progress(1 + len(WARM_PARTS) if only_warm else 10 + cases)
     with torch.inference_mode():
         bar.step("building the model")
         model, exact = build(sizes)
         if only_warm:
-            warm(sizes, model, exact, bar)
+            warm(sizes, model, exact, bar, only_warm)
         else:
             check_logits(sizes, model, exact, report, bar)
             measure_speed(sizes, model, report, bar, cases)
