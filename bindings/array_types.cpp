@@ -133,7 +133,8 @@ void ArrayTypes::load_torch() {
   try {
     torch_.increment_version(nb::list());
     torch_.increments_lists = true;
-  } catch (nb::python_error&) {  // an older torch, which takes a tensor
+  } catch (nb::python_error&) {
+    torch_.increments_lists = false;  // an older torch, which takes a tensor
   }
   torch_.is_grad_enabled = torch.attr("is_grad_enabled");
 }

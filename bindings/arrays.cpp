@@ -264,10 +264,10 @@ const dlpack::Tensor& ArrayReader::export_dlpack(const char* name, nb::handle ob
                               ? nb::object(nb::int_(kDlpackDefaultStream))
                               : nb::object(nb::int_(reinterpret_cast<std::uintptr_t>(target)));
     }
+    // What asks for a gradient was dealt with; torch's __dlpack__ refuses it in any mode.
     nb::object source = nb::borrow(object);
-    if (type.family == Family::kTorch) {
-      // What asks for a gradient was dealt with; torch's __dlpack__ refuses it in any mode.
-      if (nb::cast<bool>(object.attr("requires_grad"))) source = object.attr("detach")();
+    if (type.family == Family::kTorch && nb::cast<bool>(object.attr("requires_grad"))) {
+      source = object.attr("detach")();
     }
     const nb::object exporter = source.attr("__dlpack__");
     try {
