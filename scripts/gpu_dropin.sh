@@ -78,7 +78,6 @@ fi
 # Says what is there; without the package itself nothing else makes sense.
 "$python" - 2>&1 <<'CODE' | tee -a "$summary" | stamp || die "flash_kda cannot be imported"
 import importlib.metadata
-import importlib.util
 
 import ml_dtypes  # noqa: F401
 import torch
