@@ -7,9 +7,11 @@ device or this process down is not repeated.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -172,8 +174,16 @@ class Worker:
             torch.cuda.synchronize()
 
 
+def _end_with_parent() -> None:
+    """Should the watching process be killed, a call that hangs here must not hold the device."""
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
+
+
 def main(arguments: list[str]) -> int:
     """FD: the descriptor for events."""
+    _end_with_parent()
     events = os.fdopen(int(arguments[0]), "w", buffering=1)
     job = json.load(sys.stdin)
     options = Options(**job["options"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import types
@@ -472,10 +473,12 @@ def test_a_provider_that_cannot_be_imported(bench):
 
 def test_the_budget_ends_the_run(bench):
     chosen = ("--providers", "hangs", "--no-accuracy", "--peer-limit", "50", "--budget", "4")
+    start = watch.time.monotonic()
     status, written = bench(*chosen, chosen=("small", "small2"))
     assert status == 1
     assert written["results"] == []
     assert {row["reason"] for row in written["skipped"]} == {"the budget of time is spent"}
+    assert watch.time.monotonic() - start < 30
 
 
 def test_merge_keeps_other_cases(bench):
@@ -522,7 +525,8 @@ def test_commands_run_at_once_within_a_limit():
     assert watch.time.monotonic() - start < 50
 
 
-def test_the_worker_ends_with_its_watcher(tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["told", "killed"])
+def test_the_worker_ends_with_its_watcher(tmp_path, how):
     (tmp_path / "misbehaving.py").write_text(PLUGIN)
     command = [sys.executable, "-u", "-m", "benchmarks.gpu.run", "--device", "cpu"]
     command += ["--plugin", "misbehaving", "--cases", "small", "--providers", "hangs"]
@@ -537,8 +541,11 @@ def test_the_worker_ends_with_its_watcher(tmp_path):
         running.terminate()
         pytest.skip("this kernel does not list children")
     (worker,) = children.read_text().split()
-    running.terminate()
-    assert running.wait(timeout=60) == 128 + 15
+    running.send_signal(how)
+    assert running.wait(timeout=60) == {signal.SIGTERM: 128 + 15, signal.SIGKILL: -9}[how]
+    deadline = watch.time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists() and watch.time.monotonic() < deadline:
+        watch.time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists()
 
 
