@@ -202,7 +202,9 @@ def test_log_decay_and_slots():
     j = placed(p, "cpu")
     options = {"use_gate_in_kernel": False, "lower_bound": None}
     want_o, want_final = p.chunk_kda(initial_state_indices=slots, **options)
-    o, final = traced(j, initial_state_indices=jax.numpy.asarray(slots), **options)
+    o, final = traced(
+        j, initial_state_indices=jax.device_put(slots, jax.devices("cpu")[0]), **options
+    )
     assert np.asarray(o).tobytes() == want_o.tobytes()
     assert np.asarray(final).tobytes() == want_final.tobytes()
 
@@ -264,7 +266,7 @@ def test_eager_calls_on_the_cpu_take_the_shorter_way(monkeypatch):
     monkeypatch.setattr(_jax, "forward", lambda *_: pytest.fail("went through XLA"))
     o, _ = placed(p, "cpu").chunk_kda()
     assert_close(o, expected(p)[0], F32)
-    assert not _arrays.needs_xla((p.q, None, jax.numpy.ones(1)))
+    assert not _arrays.needs_xla((p.q, None, placed(p, "cpu").q))
 
 
 def test_platforms():
