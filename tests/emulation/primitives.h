@@ -83,6 +83,7 @@ inline float flush(float x) {
 // -------------------------------------------------------------------------------------
 inline int thread_index() { return detail::thread_index(); }
 inline int lane_index() { return detail::thread_index() % emulation::kWarpSize; }
+inline int read_anew(int x) { return x; }
 inline int block_index() { return detail::block().scheduler.block(); }
 inline int grid_size() { return detail::block().grid_blocks; }
 inline void sync_block() { detail::block().named_barriers.sync_block(); }

@@ -45,7 +45,10 @@ FLASH_KDA_DEVICE void initialize_shared(SharedAddress base, int thread) {
       barrier_init(base + Layout::kSolved + 8 * i, 1);
       barrier_init(base + Layout::kReleased + 8 * i, Block::kStateGroups * kWarpgroup / kWarp);
     }
-    for (int i = 0; i < kSolverWarps; ++i) barrier_init(base + Layout::kReloaded + 8 * i, 1);
+    for (int i = 0; i < kSolverWarps; ++i) {
+      barrier_init(base + Layout::kReloaded + 8 * i, 1);
+      store_u32(base + Layout::kReloadParityAt + 4 * i, 0);
+    }
     for (int i = 0; i < Block::kStateGroups * Block::kValueSlots; ++i) {
       barrier_init(base + Layout::kValueLoaded + 8 * i, 1);
       barrier_init(base + Layout::kOutputReady + 8 * i, kWarpgroup / kWarp);

@@ -17,8 +17,7 @@ namespace flash_kda::sm90 {
 // halves of channels.
 template <class Block>
 FLASH_KDA_DEVICE void load_chunk(const TensorMaps& maps, SharedAddress stage, SharedAddress barrier,
-                                 int head, int heads_per_key, int token, int batch) {
-  const int key_head = head / heads_per_key;
+                                 int head, int key_head, int token, int batch) {
   FLASH_KDA_UNROLL
   for (int half = 0; half < 2; ++half) {
     const SharedAddress to = stage + half * Block::kChannelHalfBytes;
@@ -64,7 +63,7 @@ struct LoadRole {
     }
     barrier_arrive_expect(barrier, Block::kStageBytes);
     load_chunk<Block>(maps, base + Layout::kStageAt + at.stage * Block::kStageBytes, barrier, head(d),
-               params.heads_per_key, d.token, batch(d));
+               d.key_head, d.token, batch(d));
   }
 
   // The state that a span starts from, on its way to L2 before the state role asks for it.

@@ -44,6 +44,13 @@ FLASH_KDA_DEVICE int lane_index() {
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
+// x, by a way that the compiler does not see through: what is derived from it is computed anew and
+// takes no register meanwhile.
+FLASH_KDA_DEVICE int read_anew(int x) {
+  int y;
+  asm volatile("mov.u32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
 FLASH_KDA_DEVICE int block_index() { return static_cast<int>(blockIdx.x); }
 FLASH_KDA_DEVICE int grid_size() { return static_cast<int>(gridDim.x); }
 FLASH_KDA_DEVICE void sync_block() { __syncthreads(); }

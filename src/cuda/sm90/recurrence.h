@@ -420,7 +420,8 @@ struct StateRole {
         barrier_wait(slot_barrier(Layout::kValueLoaded, at.n), (at.n / Block::kValueSlots) & 1);
         release(at.stage);
       }
-      if (d.last()) finish(d, at.n, state);
+      // Read anew: there are no registers to keep it in.
+      if (d.last()) finish(read_descriptor<Layout>(base, read_anew(at.n)), at.n, state);
     }
     hand_over_last(output, at.n);
   }

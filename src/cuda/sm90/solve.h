@@ -145,15 +145,21 @@ struct SolveRole {
     FLASH_KDA_UNROLL
     for (int b = 0; b < 4; ++b)
       x[b] = {2 * t() == g() ? 1.0f : 0.0f, 2 * t() + 1 == g() ? 1.0f : 0.0f};
-    FLASH_KDA_UNROLL
-    for (int m = 0; m < 7; ++m) {
+    // Rolled up: the roles' code has to share an instruction cache of 32 KB. The eighth step adds
+    // zeros.
+    FLASH_KDA_NO_UNROLL
+    for (int m = 0; m < 8; m += 2) {
       FLASH_KDA_UNROLL
-      for (int b = 0; b < 4; ++b) {
-        const Block8& d = n[lower(b, b)];
-        const float factor = shuffle((m & 1) != 0 ? d.x1 : d.x0, (lane & 28) + (m >> 1));
-        const float row0 = shuffle(x[b].x0, 4 * m + t()), row1 = shuffle(x[b].x1, 4 * m + t());
-        x[b].x0 = fused_multiply_add(factor, row0, x[b].x0);
-        x[b].x1 = fused_multiply_add(factor, row1, x[b].x1);
+      for (int odd = 0; odd < 2; ++odd) {
+        FLASH_KDA_UNROLL
+        for (int b = 0; b < 4; ++b) {
+          const Block8& d = n[lower(b, b)];
+          const float factor = shuffle(odd != 0 ? d.x1 : d.x0, (lane & 28) + (m >> 1));
+          const int row = 4 * (m + odd) + t();
+          const float row0 = shuffle(x[b].x0, row), row1 = shuffle(x[b].x1, row);
+          x[b].x0 = fused_multiply_add(factor, row0, x[b].x0);
+          x[b].x1 = fused_multiply_add(factor, row1, x[b].x1);
+        }
       }
     }
     merge_8_to_16(n, x);
@@ -270,8 +276,7 @@ struct SolveRole {
     });
   }
 
-  FLASH_KDA_DEVICE void solve_chunk(const ChunkDescriptor& d, const StreamPosition<Block>& at,
-                                    int& reload_parity) const {
+  FLASH_KDA_DEVICE void solve_chunk(const ChunkDescriptor& d, const StreamPosition<Block>& at) const {
     const SharedAddress stage = base + Layout::kStageAt + at.stage * Block::kStageBytes;
     const int slot = at.n & (kSolutionSlots - 1), table = at.table();
     const SharedAddress solution = base + Layout::kSolutionAt + slot * kTileBytes;
@@ -291,7 +296,7 @@ struct SolveRole {
     SharedAddress shifts = 0;
     if (any_in_warp(extreme)) {
       shifts = base + Layout::kShiftAt + 2 * warp * kRowTableBytes;
-      prepare_shifted(d, at, reload_parity);
+      prepare_shifted(d, at);
       if constexpr (!Block::kMap) {
         write_query_scale(table, load_f32(shifts + kRowTableBytes + lane * 4));
       }
@@ -319,8 +324,7 @@ struct SolveRole {
               shifts_help ? from_bits(static_cast<std::uint32_t>(254 - exponent) << 23) : 1.0f);
   }
 
-  FLASH_KDA_DEVICE void prepare_shifted(const ChunkDescriptor& d, const StreamPosition<Block>& at,
-                                        int& reload_parity) const {
+  FLASH_KDA_DEVICE void prepare_shifted(const ChunkDescriptor& d, const StreamPosition<Block>& at) const {
     const SharedAddress stage = base + Layout::kStageAt + at.stage * Block::kStageBytes;
     const SharedAddress barrier = base + Layout::kReloaded + 8 * warp;
     fence_async_proxy();  // the copy engine overwrites what the prepare role wrote
@@ -328,11 +332,14 @@ struct SolveRole {
     if (lane == 0) {
       const int batch = params.cu_seqlens != nullptr ? 0 : d.sequence;
       barrier_arrive_expect(barrier, Block::kStageBytes);
-      load_chunk<Block>(maps, stage, barrier, d.head_block / Block::kItemsPerHead, params.heads_per_key, d.token,
+      load_chunk<Block>(maps, stage, barrier, d.head_block / Block::kItemsPerHead, d.head_block / Block::kItemsPerHead / params.heads_per_key, d.token,
                  batch);
     }
-    barrier_wait(barrier, reload_parity);
-    reload_parity ^= 1;
+    const SharedAddress parity_at = base + Layout::kReloadParityAt + 4 * warp;
+    const std::uint32_t parity = load_u32(parity_at);
+    barrier_wait(barrier, static_cast<int>(parity));
+    sync_warp();
+    if (lane == 0) store_u32(parity_at, parity ^ 1);
     const SharedAddress shifts = base + Layout::kShiftAt + 2 * warp * kRowTableBytes;
     write_shifts(stage + Block::kTileK, shifts);
     if constexpr (!Block::kMap) write_shifts(stage + Block::kTileQ, shifts + kRowTableBytes);
@@ -370,14 +377,13 @@ struct SolveRole {
 
   FLASH_KDA_DEVICE void run() {
     StreamPosition<Block> at(warp);
-    int reload_parity = 0;
     FLASH_KDA_NO_UNROLL
     for (;; at.advance(kSolverWarps)) {
       barrier_wait(base + Layout::kPrepared + 8 * at.stage, at.parity);
       lane = lane_index();
       const ChunkDescriptor d = read_descriptor<Layout>(base, at.n);
       const bool work = !d.stop() && d.rows() > 0;
-      if (work) solve_chunk(d, at, reload_parity);
+      if (work) solve_chunk(d, at);
       // The chunk before may still be in another warp's hands; its tables are complete once it is
       // solved.
       if (at.n > 0)
@@ -386,9 +392,10 @@ struct SolveRole {
         write_step(d.first(), at.n);
         fence_async_proxy();  // for what this warp wrote, and for K1, Q1, K2 of the prepare role
       }
+      const bool stop = !work && read_descriptor<Layout>(base, read_anew(at.n)).stop();
       sync_warp();
       if (lane == 0) barrier_arrive(base + Layout::kSolved + 8 * at.stage);
-      if (d.stop()) break;
+      if (stop) break;
     }
   }
 };

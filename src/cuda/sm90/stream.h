@@ -22,6 +22,7 @@ struct ChunkDescriptor {
   int rows_flags;  // tokens in the chunk (0..32) | flags; of an end mark: end marks that follow |
                    // kStop
   int initial = kNoState, final = kNoState;  // of the span: kCallersState, kIdentity, or a slot
+  int key_head = 0;                          // for the load role alone
 
   FLASH_KDA_DEVICE int rows() const { return rows_flags & 63; }
   FLASH_KDA_DEVICE bool first() const { return (rows_flags & kFirst) != 0; }
@@ -110,6 +111,7 @@ class WorkCursor {
                    (remaining_ <= kChunk ? ChunkDescriptor::kLast : 0);
     d.initial = initial_;
     d.final = final_;
+    d.key_head = key_head_;
     first_ = false;
     token_ += rows;
     remaining_ = remaining_ <= kChunk ? -1 : remaining_ - kChunk;
@@ -163,6 +165,7 @@ class WorkCursor {
     item_ = item_after();
     take_number(lane);
     if (item_ < items_) fetch_span();
+    key_head_ = head_block_ / Block::kItemsPerHead / params_.heads_per_key;
     sequence_ = s.sequence;
     token_ = s.begin;
     remaining_ = s.end - s.begin;
@@ -190,7 +193,7 @@ class WorkCursor {
   Span next_span_;
   int next_head_block_ = 0;
   int taken_ = 0;  // lane 0: the number of the item after item_
-  int sequence_ = 0, head_block_ = 0, token_ = 0, initial_ = 0, final_ = 0;
+  int sequence_ = 0, head_block_ = 0, key_head_ = 0, token_ = 0, initial_ = 0, final_ = 0;
   int remaining_ = -1;  // tokens left of the open item; -1: none is open
   bool first_ = false;
   int stops_left_ = kStopChunks;

@@ -122,7 +122,8 @@ struct SharedLayout {
   static constexpr int kReloaded =
       kOutputReady + 8 * kStateGroups * kValueSlots;             // [solver warp], rare
   static constexpr int kShiftAt = kReloaded + 8 * kSolverWarps;  // [solver warp][k, q][row], rare
-  static constexpr int kBytes = kShiftAt + kSolverWarps * 2 * kRowTableBytes;
+  static constexpr int kReloadParityAt = kShiftAt + kSolverWarps * 2 * kRowTableBytes;  // there too
+  static constexpr int kBytes = kReloadParityAt + kSolverWarps * 4;
 };
 static_assert(SharedLayout<WholeHead>::kBytes <= 232448 && SharedLayout<SegmentMap>::kBytes <= 232448,
               "more shared memory than a block may have");
