@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+#include <cstdint>
 #include <string>
 
 #include "flash_kda/error.h"
@@ -16,6 +18,20 @@ inline void check(cudaError_t error, const char* call, const char* file, int lin
   throw DeviceError(std::string("CUDA: ") + cudaGetErrorString(error) + " (" +
                     cudaGetErrorName(error) + ") in " + call + " at " + file + ":" +
                     std::to_string(line));
+}
+
+// Lets `kernel` use `bytes` of dynamic shared memory on the current device: once for each kernel
+// and device (of the first 64), since the call costs more than a launch may.
+template <auto kKernel>
+void allow_shared_memory(int bytes) {
+  static std::atomic<std::uint64_t> done{0};
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice", __FILE__, __LINE__);
+  const std::uint64_t bit = device < 64 ? std::uint64_t{1} << device : 0;
+  if ((done.load(std::memory_order_acquire) & bit) != 0) return;
+  check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "cudaFuncSetAttribute", __FILE__, __LINE__);
+  done.fetch_or(bit, std::memory_order_release);
 }
 
 }  // namespace flash_kda::cuda

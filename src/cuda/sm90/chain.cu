@@ -21,8 +21,7 @@ template <int kTiles>
 void launch(const ForwardParams& params, std::int64_t head_chains, int multiprocessors,
             cudaStream_t stream) {
   using Block = ChainBlock<kTiles>;
-  FLASH_KDA_CUDA_CHECK(cudaFuncSetAttribute(
-      chain_kernel<kTiles>, cudaFuncAttributeMaxDynamicSharedMemorySize, Block::kBytes));
+  cuda::allow_shared_memory<chain_kernel<kTiles>>(Block::kBytes);
   cudaLaunchAttribute overlap = {};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -20,8 +20,7 @@ template <class Block>
 void launch_forward_kernel(const ForwardParams& params, const TensorMaps& maps, int grid,
                            bool after_kernel, cudaStream_t stream) {
   constexpr int kBytes = SharedLayout<Block>::kBytes;
-  FLASH_KDA_CUDA_CHECK(cudaFuncSetAttribute(forward_kernel<Block>,
-                                            cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  cuda::allow_shared_memory<forward_kernel<Block>>(kBytes);
   cudaLaunchAttribute overlap = {};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -50,7 +50,8 @@ struct SegmentRule {
 
   static FLASH_KDA_HOST_DEVICE SegmentRule of(std::int64_t heads, std::int32_t multiprocessors) {
     SegmentRule rule;
-    if (heads > 0 && 2 * heads <= multiprocessors)
+    // With fewer than four blocks a head two launches take longer than one with half a head a block.
+    if (heads > 0 && 4 * heads <= multiprocessors)
       rule.most = static_cast<std::int32_t>(multiprocessors / heads) + 1;
     return rule;
   }

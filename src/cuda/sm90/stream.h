@@ -92,15 +92,18 @@ class WorkCursor {
  public:
   FLASH_KDA_DEVICE explicit WorkCursor(const ForwardParams& p) : params_(p), item_(block_index()) {
     items_ = spans() * params_.heads * Block::kItemsPerHead;
-    take_number(lane_index());
-    if (item_ < items_) fetch_span();
   }
 
   // The next chunk of the stream; end marks once the work is done.
   FLASH_KDA_DEVICE ChunkDescriptor next(int lane) {
     if (remaining_ < 0) {  // take an item
+      if (!asked_) ask(lane);
+      if (!first_item_) {
+        item_ = grid_size() + (params_.schedule == nullptr ? item_ : shuffle(taken_, 0));
+      }
+      first_item_ = false;
       if (item_ >= items_) return {0, 0, 0, --stops_left_ | ChunkDescriptor::kStop};
-      open_item(lane);
+      open_item();
     }
     ChunkDescriptor d;
     d.sequence = sequence_;
@@ -115,6 +118,7 @@ class WorkCursor {
     first_ = false;
     token_ += rows;
     remaining_ = remaining_ <= kChunk ? -1 : remaining_ - kChunk;
+    if (!asked_ && remaining_ <= 2 * kChunk) ask(lane);
     return d;
   }
 
@@ -157,15 +161,19 @@ class WorkCursor {
     return Block::kMap ? map_span(segments, j, sequence, 0, params_.tokens, slot)
                        : segment_span(segments, j, sequence, 0, params_.tokens, slot);
   }
-  // Numbers of items and spans are fetched an item ahead: their latency is as long as a short
-  // sequence takes.
-  FLASH_KDA_DEVICE void open_item(int lane) {
-    const Span s = next_span_;
-    head_block_ = next_head_block_;
-    item_ = item_after();
-    take_number(lane);
-    if (item_ < items_) fetch_span();
+  // The next item's number is asked for two chunks before it is needed: early enough to hide the
+  // latency, late enough that blocks take turns by the work they have left.
+  FLASH_KDA_DEVICE void ask(int lane) {
+    asked_ = true;
+    if (params_.schedule != nullptr && lane == 0)
+      taken_ = atomic_add(&params_.schedule->taken[index()], 1);
+  }
+  FLASH_KDA_DEVICE void open_item() {
+    const int per_span = params_.heads * Block::kItemsPerHead;
+    const int rank = item_ / per_span;
+    head_block_ = item_ - rank * per_span;
     key_head_ = head_block_ / Block::kItemsPerHead / params_.heads_per_key;
+    const Span s = span(rank);
     sequence_ = s.sequence;
     token_ = s.begin;
     remaining_ = s.end - s.begin;
@@ -173,26 +181,13 @@ class WorkCursor {
     final_ = s.final;
     if (Block::kMap && head_block_ % 2 != 0) initial_ = kIdentityState, final_ = s.map;
     first_ = true;
-  }
-  FLASH_KDA_DEVICE void fetch_span() {
-    const int per_span = params_.heads * Block::kItemsPerHead;
-    const int rank = item_ / per_span;
-    next_head_block_ = item_ - rank * per_span;
-    next_span_ = span(rank);
-  }
-  FLASH_KDA_DEVICE void take_number(int lane) {
-    if (params_.schedule != nullptr && lane == 0)
-      taken_ = atomic_add(&params_.schedule->taken[index()], 1);
-  }
-  FLASH_KDA_DEVICE int item_after() const {
-    return grid_size() + (params_.schedule == nullptr ? item_ : shuffle(taken_, 0));
+    asked_ = false;
   }
 
   const ForwardParams& params_;
-  int item_, items_;  // item_: the one to be opened next
-  Span next_span_;
-  int next_head_block_ = 0;
-  int taken_ = 0;  // lane 0: the number of the item after item_
+  int item_, items_;  // item_: the one that is open
+  int taken_ = 0;  // lane 0: the number asked for
+  bool asked_ = true, first_item_ = true;
   int sequence_ = 0, head_block_ = 0, key_head_ = 0, token_ = 0, initial_ = 0, final_ = 0;
   int remaining_ = -1;  // tokens left of the open item; -1: none is open
   bool first_ = false;
