@@ -147,9 +147,8 @@ struct EmulatedWorkspace {
 };
 
 template <class Block>
-void emulate(sm90::Queue queue, sm90::ForwardParams params, const sm90::TensorMaps& maps,
+void emulate(const sm90::ForwardParams& params, const sm90::TensorMaps& maps,
              const EmulatedLaunch& launch) {
-  params.queue = queue;
   emulation::run_grid({.blocks = launch.grid,
                        .threads = sm90::Roles<Block>::kThreads,
                        .shared_bytes = sm90::SharedLayout<Block>::kBytes,
@@ -168,15 +167,6 @@ void emulate_chain(const sm90::ForwardParams& params, const EmulatedLaunch& laun
       });
 }
 
-inline void emulate_forward_spans(sm90::Queue queue, const sm90::ForwardParams& params,
-                                  const sm90::TensorMaps& maps, const EmulatedLaunch& launch) {
-  if (launch.state_groups == 1) {
-    emulate<sm90::HalfHead>(queue, params, maps, launch);
-  } else {
-    emulate<sm90::WholeHead>(queue, params, maps, launch);
-  }
-}
-
 }  // namespace internal
 
 // Throws emulation::Error for a fault of the kernel.
@@ -188,13 +178,16 @@ inline void emulate_forward(const ForwardArgs& args, const EmulatedLaunch& launc
                                  internal::map_of(args.g), internal::map_of(args.v),
                                  internal::map_of(args.out)};
   if (workspace.splits) {
-    internal::emulate_forward_spans(sm90::Queue::kFirst, params, maps, launch);
-    internal::emulate<sm90::SegmentMap>(sm90::Queue::kInner, params, maps, launch);
+    internal::emulate<sm90::FirstLaunch>(params, maps, launch);
     if (launch.chain_tiles == 1) internal::emulate_chain<1>(params, launch);
     if (launch.chain_tiles == 2) internal::emulate_chain<2>(params, launch);
     if (launch.chain_tiles == 4) internal::emulate_chain<4>(params, launch);
   }
-  internal::emulate_forward_spans(sm90::Queue::kRest, params, maps, launch);
+  if (launch.state_groups == 1) {
+    internal::emulate<sm90::HalfHead>(params, maps, launch);
+  } else {
+    internal::emulate<sm90::WholeHead>(params, maps, launch);
+  }
 }
 
 }  // namespace flash_kda::testing

@@ -1,6 +1,7 @@
 // Host side of the SM90 backend: parameters and launches.
 #include "cuda/sm90/forward.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -107,39 +108,26 @@ void place_workspace(const ForwardPlan& plan, const Workspace& w, char* workspac
   }
 }
 
-void launch_queue(Queue queue, const ForwardPlan& plan, ForwardParams params,
-                  const TensorMaps& maps, int grid, bool after_kernel, cudaStream_t stream) {
-  params.queue = queue;
-  if (queue == Queue::kInner) {
-    launch_forward_kernel<SegmentMap>(params, maps, grid, after_kernel, stream);
-  } else if (plan.value_split == 2) {
+void launch_all(const ForwardPlan& plan, ForwardParams& params, const TensorMaps& maps,
+                cudaStream_t stream) {
+  const Workspace w = workspace_of(plan, scheduled(plan));
+  if (!plan.varlen) params.segments = segment_rule(plan).segments(plan.tokens);
+  if (w.scheduled) launch_schedule(params, segment_rule(plan), stream);
+  bool after_kernel = w.scheduled;
+  if (w.splits > 0) {
+    const std::int64_t items = (w.splits + 2 * w.inner) * plan.value_heads;
+    launch_forward_kernel<FirstLaunch>(
+        params, maps, static_cast<int>(std::min<std::int64_t>(items, plan.multiprocessors)),
+        after_kernel, stream);
+    launch_chain(params, w.splits * plan.value_heads, plan.multiprocessors, stream);
+    after_kernel = true;
+  }
+  const int grid = static_cast<int>(plan.grid);
+  if (plan.value_split == 2) {
     launch_forward_kernel<HalfHead>(params, maps, grid, after_kernel, stream);
   } else {
     launch_forward_kernel<WholeHead>(params, maps, grid, after_kernel, stream);
   }
-}
-
-void launch_all(const ForwardPlan& plan, ForwardParams& params, const TensorMaps& maps,
-                cudaStream_t stream) {
-  const Workspace w = workspace_of(plan, scheduled(plan));
-  const auto blocks = [&](std::int64_t items) {
-    return static_cast<int>(std::min<std::int64_t>(items, plan.multiprocessors));
-  };
-  if (!plan.varlen) params.segments = segment_rule(plan).segments(plan.tokens);
-  if (w.scheduled) launch_schedule(params, segment_rule(plan), stream);
-  if (w.splits > 0) {
-    const int first = blocks(w.splits * plan.value_heads * plan.value_split);
-    launch_queue(Queue::kFirst, plan, params, maps, first, w.scheduled, stream);
-    // On the multiprocessors that segments 0 leave, or on all of them as these get free.
-    const std::int64_t inner = w.inner * plan.value_heads * SegmentMap::kItemsPerHead;
-    const int left = plan.multiprocessors - first;
-    const int maps_grid =
-        w.scheduled || left == 0 ? blocks(inner) : std::min(left, blocks(inner));
-    launch_queue(Queue::kInner, plan, params, maps, maps_grid, true, stream);
-    launch_chain(params, w.splits * plan.value_heads, plan.multiprocessors, stream);
-  }
-  launch_queue(Queue::kRest, plan, params, maps, static_cast<int>(plan.grid),
-               w.scheduled || w.splits > 0, stream);
 }
 
 void check_on_host(const ForwardArgs& args, const ForwardPlan& plan, cudaStream_t stream) {

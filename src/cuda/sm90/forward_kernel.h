@@ -38,6 +38,12 @@ FLASH_KDA_DEVICE void initialize_shared(SharedAddress base, int thread) {
        at += 16 * Blocks::kThreads) {
     store_u32x4(base + at, uint4{0, 0, 0, 0});
   }
+  if constexpr (Block::kMaps) {  // read for maps as well, which nobody writes them for
+    constexpr int kEnd = Layout::kQueryScaleAt + kTableSlots * kRowTableBytes;
+    for (int at = Layout::kQueryScaleAt + 16 * thread; at < kEnd; at += 16 * Blocks::kThreads) {
+      store_u32x4(base + at, uint4{0, 0, 0, 0});
+    }
+  }
   if (thread == 0) {
     for (int i = 0; i < Block::kStages; ++i) {
       barrier_init(base + Layout::kLoaded + 8 * i, 1);
@@ -67,12 +73,7 @@ FLASH_KDA_DEVICE void forward_block(const ForwardParams& params, const TensorMap
   using Blocks = Roles<Block>;
   const int thread = thread_index();
   initialize_shared<Block>(base, thread);
-  // The maps run beside the kernel before theirs, which starts when all that was queued is done and
-  // hands on the word at once; they wait for its end only before their own.
-  if constexpr (!Block::kMap) {
-    wait_for_previous_grid();
-    if (params.queue == Queue::kFirst) launch_next_grid();
-  }
+  wait_for_previous_grid();
   const int warpgroup = warp_uniform(thread / kWarpgroup);
   const int warp = warp_uniform(thread / kWarp % (kWarpgroup / kWarp));
   if (warpgroup < Block::kStateGroups) {
@@ -87,7 +88,6 @@ FLASH_KDA_DEVICE void forward_block(const ForwardParams& params, const TensorMap
       SolveRole<Block>{params, maps, base, warp, lane_index()}.run();
     } else {
       LoadRole<Block>{params, maps, base, lane_index()}.run();
-      if constexpr (Block::kMap) wait_for_previous_grid();
     }
   }
 }

@@ -8,9 +8,9 @@
 
 namespace flash_kda::sm90 {
 
-// The spans of params.queue: WholeHead, HalfHead for forward spans, SegmentMap for maps.
-// `after_kernel`: the kernel before in the stream is ours, and this one may start while it runs.
-// These throw DeviceError.
+// FirstLaunch: segments 0 of split sequences in full, and the maps of their inner segments.
+// WholeHead, HalfHead: all that runs after that, or at all. `after_kernel`: the kernel before in
+// the stream is ours, and this one may be set up while it ends. These throw DeviceError.
 template <class Block>
 void launch_forward_kernel(const ForwardParams& params, const TensorMaps& maps, int grid,
                            bool after_kernel, cudaStream_t stream);

@@ -13,8 +13,7 @@
 
 namespace flash_kda::sm90 {
 
-// The boxes of a chunk: g of a value head, k and (unless it is a map's) q of its key head, by
-// halves of channels.
+// Six boxes of a chunk: g of a value head, k and q of its key head, by halves of channels.
 template <class Block>
 FLASH_KDA_DEVICE void load_chunk(const TensorMaps& maps, SharedAddress stage, SharedAddress barrier,
                                  int head, int key_head, int token, int batch) {
@@ -23,9 +22,7 @@ FLASH_KDA_DEVICE void load_chunk(const TensorMaps& maps, SharedAddress stage, Sh
     const SharedAddress to = stage + half * Block::kChannelHalfBytes;
     tensor_load(to + Block::kTileG, &maps.g, barrier, 64 * half, head, token, batch);
     tensor_load(to + Block::kTileK, &maps.k, barrier, 64 * half, key_head, token, batch);
-    if constexpr (!Block::kMap) {
-      tensor_load(to + Block::kTileQ, &maps.q, barrier, 64 * half, key_head, token, batch);
-    }
+    tensor_load(to + Block::kTileQ, &maps.q, barrier, 64 * half, key_head, token, batch);
   }
 }
 
@@ -46,7 +43,7 @@ struct LoadRole {
   }
   FLASH_KDA_DEVICE static int head(const ChunkDescriptor& d) { return d.head_block / Block::kItemsPerHead; }
   FLASH_KDA_DEVICE static int value_column(const ChunkDescriptor& d) {
-    return Block::kMap ? 0 : d.head_block % Block::kItemsPerHead * (Block::kStateGroups * kGroupValues);
+    return d.head_block % Block::kItemsPerHead * (Block::kStateGroups * kGroupValues);
   }
   FLASH_KDA_DEVICE SharedAddress value_tile(int group, int n) const {
     return base + Layout::kValueAt + (group * Block::kValueSlots + n % Block::kValueSlots) * kTileBytes;
@@ -85,7 +82,7 @@ struct LoadRole {
     FLASH_KDA_UNROLL
     for (int group = 0; group < Block::kStateGroups; ++group) {
       const SharedAddress barrier = base + Layout::kValueLoaded + slot_barrier(group, n);
-      if (d.rows() == 0 || (Block::kMap && d.head_block % 2 != 0)) {  // P has no values
+      if (d.rows() == 0 || (Block::kMaps && d.from_identity())) {  // P has no values
         barrier_arrive(barrier);
         continue;
       }
@@ -114,7 +111,8 @@ struct LoadRole {
       barrier_wait(base + Layout::kOutputReady + slot_barrier(group, n), (n / Block::kValueSlots) & 1);
       fence_async_proxy();  // the state role's writes, before the copy engine reads them: here it
                             // holds up nobody
-      if (d.partial()) {
+      if (Block::kMaps && d.map()) {  // there is none
+      } else if (d.partial()) {
         store_rows(d, group, n);
       } else if (lane == 0) {
         tensor_store(value_tile(group, n), &maps.out, value_column(d) + group * kGroupValues,
@@ -156,9 +154,7 @@ struct LoadRole {
         }
       }
       sync_warp();
-      if constexpr (!Block::kMap) {
-        if (finished) store_output(read_descriptor<Layout>(base, done), done);
-      }
+      if (finished) store_output(read_descriptor<Layout>(base, done), done);
       const int value = n - kValueLag;
       if (lane == 0 && value >= 0 && (end < 0 || value < end))
         load_values(read_descriptor<Layout>(base, value), value);

@@ -39,7 +39,6 @@ struct RowParams {
 enum class BetaMap : std::int32_t { kSigmoid, kDoubledSigmoid, kIdentity };
 
 struct ForwardParams {
-  Queue queue = Queue::kRest;
   RowParams beta;  // [B, T, HV]
   RowParams out;   // [B, T, HV, V], for the rows of a last, partial chunk
   StateParams initial_state, final_state;

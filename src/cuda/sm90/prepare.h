@@ -121,7 +121,7 @@ struct PrepareRole {
   // The products of this warp's rows. kUpper: rows 16..31, downwards from the middle; else
   // rows 15..0, upwards. kPlainGate: slope * g + offset is accurate. `shifts`: powers of two of the
   // rows of k, then q (kShifted). Leaves the log2 decay of the side in `total`.
-  template <bool kUpper, bool kPlainGate, RowKind kKind>
+  template <bool kUpper, bool kPlainGate, RowKind kKind, bool kQueries>
   FLASH_KDA_DEVICE void products(SharedAddress tile, const BoundedGate& gate, int valid_rows,
                                  SharedAddress shifts, float (&total)[2]) const {
     float sum[2] = {0.0f, 0.0f};
@@ -136,7 +136,7 @@ struct PrepareRole {
       FLASH_KDA_UNROLL
       for (int i = 0; i < kRowsAtOnce; ++i) {
         k[i] = load_u32(row_address(here, i) + Block::kTileK);
-        q[i] = Block::kMap ? 0 : load_u32(row_address(here, i) + Block::kTileQ);
+        q[i] = kQueries ? load_u32(row_address(here, i) + Block::kTileQ) : 0;
       }
       float decay[kRowsAtOnce][2];
       FLASH_KDA_UNROLL
@@ -171,14 +171,14 @@ struct PrepareRole {
         float q0 = bf16_low(q[i]), q1 = bf16_high(q[i]);
         if (kKind == RowKind::kShifted) {
           const float key_shift = load_f32(shifts + row * 4),
-                      query_shift = Block::kMap ? 1.0f : load_f32(shifts + kRowTableBytes + row * 4);
+                      query_shift = load_f32(shifts + kRowTableBytes + row * 4);
           k0 *= key_shift, k1 *= key_shift, q0 *= query_shift, q1 *= query_shift;
         }
         if (!valid) k0 = k1 = q0 = q1 = 0.0f;
         const SharedAddress at = row_address(here, i);
         store_u32(at + Block::kTileG, pack_bf16(k0 * against0, k1 * against1));
         store_u32(at + Block::kTileK, pack_bf16(-k0 * with0, -k1 * with1));
-        if constexpr (!Block::kMap) {
+        if constexpr (kQueries) {
           store_u32(at + Block::kTileQ, pack_bf16(q0 * with0, q1 * with1));
         }
       }
@@ -188,16 +188,16 @@ struct PrepareRole {
   }
 
   // Everything a warp writes of a chunk but the norms.
-  template <bool kPlainGate, RowKind kKind>
+  template <bool kPlainGate, RowKind kKind, bool kQueries = true>
   FLASH_KDA_DEVICE void write_products(SharedAddress stage, const BoundedGate& gate, int valid_rows,
                                        SharedAddress shifts, int table) const {
     const SharedAddress tile = stage + channel_half() * Block::kChannelHalfBytes +
                                side() * kHalf * kRowBytes + ((lane >> 2) << 4) + ((lane & 3) << 2);
     float total[2];
     if (side() != 0) {
-      products<true, kPlainGate, kKind>(tile, gate, valid_rows, shifts, total);
+      products<true, kPlainGate, kKind, kQueries>(tile, gate, valid_rows, shifts, total);
     } else {
-      products<false, kPlainGate, kKind>(tile, gate, valid_rows, shifts, total);
+      products<false, kPlainGate, kKind, kQueries>(tile, gate, valid_rows, shifts, total);
     }
     const SharedAddress factors =
         base + (side() != 0 ? Layout::kLeaveAt : Layout::kEnterAt) + table * kFactorBytes;
@@ -266,15 +266,18 @@ struct PrepareRole {
           plain_gate = gate.open(params, d.head_block / Block::kItemsPerHead, channel(), true);
         }
         const SharedAddress stage = base + Layout::kStageAt + at.stage * Block::kStageBytes;
-        if constexpr (!Block::kMap) query_norms(stage, at.table());
-        if (plain_gate && !d.partial()) {
+        const bool queries = !Block::kMaps || !d.map();
+        if (queries) query_norms(stage, at.table());
+        if (Block::kMaps && !queries && plain_gate) {  // never partial
+          write_products<true, RowKind::kPlain, false>(stage, gate, kChunk, 0, at.table());
+        } else if (plain_gate && !d.partial()) {
           write_products<true, RowKind::kPlain>(stage, gate, kChunk, 0, at.table());
         } else if (plain_gate) {
           write_products<true, RowKind::kMasked>(stage, gate, d.rows(), 0, at.table());
         } else {
           write_products<false, RowKind::kMasked>(stage, gate, d.rows(), 0, at.table());
         }
-        if constexpr (!Block::kMap) {
+        if (queries) {
           sync_named(1 + group, kWarpgroup);
           if (warp < 3) query_scores(stage, at.stage);
         }

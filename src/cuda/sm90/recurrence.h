@@ -58,7 +58,7 @@ struct StateRole {
   // ---- states in global memory: this lane's rows g and g + 8 of the warp's 16, channels 8j + 2t
   // and + 1 ----
   FLASH_KDA_DEVICE int state_row(const ChunkDescriptor& d) const {
-    const int block = Block::kMap ? 0 : d.head_block % Block::kItemsPerHead;
+    const int block = d.head_block % Block::kItemsPerHead;
     return block * (Block::kStateGroups * kGroupValues) + group * kGroupValues + 16 * warp + g();
   }
   FLASH_KDA_DEVICE std::int64_t state_offset(const StateParams& s, const ChunkDescriptor& d,
@@ -188,6 +188,11 @@ struct StateRole {
   }
 
   FLASH_KDA_DEVICE void load_values(int n, int rows, std::uint32_t* v) const {
+    if (Block::kMaps && rows == 0) {
+      FLASH_KDA_UNROLL
+      for (int i = 0; i < 8; ++i) v[i] = 0;
+      return;
+    }
     std::uint32_t r[4];
     FLASH_KDA_UNROLL
     for (int step = 0; step < 2; ++step) {
@@ -216,7 +221,7 @@ struct StateRole {
     }
   }
 
-  // One chunk: S moves on, `output` receives the packed O of this chunk after `pending` was handed
+  // One chunk: S moves on (of a map too: its O, of whatever q holds, goes nowhere), `output` receives the packed O of this chunk after `pending` was handed
   // over.
   FLASH_KDA_DEVICE void chunk(float (&state)[64], std::uint32_t (&output)[8], bool pending,
                               int rows, const StreamPosition<Block>& at) const {
@@ -310,68 +315,6 @@ struct StateRole {
     }
   }
 
-  // One chunk of a map: as chunk(), without O. `values`: of R; P has none.
-  FLASH_KDA_DEVICE void map_chunk(float (&state)[64], bool values, int rows,
-                                  const StreamPosition<Block>& at) const {
-    const SharedAddress stage = base + Layout::kStageAt + at.stage * Block::kStageBytes;
-    const int slot = at.n & (kSolutionSlots - 1);
-    const std::uint64_t keys = matrix_descriptor(stage + Block::kTileK, 16, kRowGroupBytes);
-    const std::uint64_t key_rows =
-        matrix_descriptor(stage + Block::kTileG, Block::kChannelHalfBytes, kRowGroupBytes);
-    const std::uint64_t solution =
-        matrix_descriptor(base + Layout::kSolutionAt + slot * kTileBytes, 16, kRowGroupBytes);
-
-    std::uint32_t s[32];
-    rescale(state, s, at.table());
-    float p[16];
-    wgmma_touch(p);
-    wgmma_fence();
-    FLASH_KDA_UNROLL
-    for (int k = 0; k < 8; ++k) {
-      wgmma_n32(p, s + 4 * k, keys + (k >> 2) * (Block::kChannelHalfBytes >> 4) + (k & 3) * 2,
-                k > 0);
-    }
-    wgmma_commit();
-    FLASH_KDA_UNROLL
-    for (float& x : state) x *= kUnboost;
-    wgmma_touch(state);
-    barrier_wait(slot_barrier(Layout::kValueLoaded, at.n), (at.n / Block::kValueSlots) & 1);
-    std::uint32_t operand[8] = {};
-    if (values) load_values(at.n, rows, operand);
-    const SharedAddress scales = base + at.table() * kRowTableBytes + 8 * t();
-    wgmma_wait<0>();
-    wgmma_touch(p);
-    std::uint32_t packed[8];
-    FLASH_KDA_UNROLL
-    for (int i = 0; i < 8; ++i) packed[i] = pack_bf16(p[2 * i], p[2 * i + 1]);
-    float y[16];
-    wgmma_touch(y);
-    wgmma_fence();
-    FLASH_KDA_UNROLL
-    for (int k = 0; k < 2; ++k) wgmma_n32(y, operand + 4 * k, solution + 4 + k * 2, k > 0);
-    FLASH_KDA_UNROLL
-    for (int k = 0; k < 2; ++k) wgmma_n32(y, packed + 4 * k, solution + k * 2, true);
-    wgmma_commit();
-    float2 scale[4];  // of tokens 8j + 2t and + 1
-    FLASH_KDA_UNROLL
-    for (int j = 0; j < 4; ++j) scale[j] = load_f32x2(scales + Layout::kUpdateScaleAt + 32 * j);
-    wgmma_wait<0>();
-    wgmma_touch(y);
-    FLASH_KDA_UNROLL
-    for (int i = 0; i < 8; ++i)
-      operand[i] = pack_bf16(y[2 * i] * scale[i >> 1].x, y[2 * i + 1] * scale[i >> 1].y);
-    wgmma_touch(state);
-    wgmma_fence();
-    FLASH_KDA_UNROLL
-    for (int k = 0; k < 2; ++k) {
-      wgmma_n128_rows(state, operand + 4 * k, key_rows + k * (kHalf * kRowBytes >> 4), true);
-    }
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_touch(state);
-    release(at.stage);
-  }
-
   FLASH_KDA_DEVICE void release(int stage) const {
     sync_warp();
     if (lane == 0) barrier_arrive(base + Layout::kReleased + 8 * stage);
@@ -388,7 +331,7 @@ struct StateRole {
       scale_pair(state + 8 * pair, factors(Layout::kLeaveAt, table, pair));
     FLASH_KDA_UNROLL
     for (float& x : state) x *= kValueUnscale;
-    if (Block::kMap && d.head_block % 2 != 0) {
+    if (Block::kMaps && d.from_identity()) {
       store_map(d, n, state);
     } else {
       store_state(d, n, state, false);
@@ -410,26 +353,17 @@ struct StateRole {
           FLASH_KDA_UNROLL
           for (float& x : state) x *= kValueScale;
         }
-        if constexpr (Block::kMap) {
-          map_chunk(state, d.head_block % 2 == 0, d.rows(), at);
-        } else {
-          chunk(state, output, at.n > 0, d.rows(), at);
-        }
+        // P has no values: none of its rows' count.
+        chunk(state, output, at.n > 0, Block::kMaps && d.from_identity() ? 0 : d.rows(), at);
       } else {
-        hand_over_last(output, at.n);
+        if (at.n > 0) hand_over_output(output, at.n - 1);
         barrier_wait(slot_barrier(Layout::kValueLoaded, at.n), (at.n / Block::kValueSlots) & 1);
         release(at.stage);
       }
       // Read anew: there are no registers to keep it in.
       if (d.last()) finish(read_descriptor<Layout>(base, read_anew(at.n)), at.n, state);
     }
-    hand_over_last(output, at.n);
-  }
-
- private:
-  // The O that chunk() left behind before chunk n.
-  FLASH_KDA_DEVICE void hand_over_last(const std::uint32_t (&output)[8], int n) const {
-    if (!Block::kMap && n > 0) hand_over_output(output, n - 1);
+    if (at.n > 0) hand_over_output(output, at.n - 1);
   }
 };
 

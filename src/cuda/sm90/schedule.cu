@@ -88,7 +88,6 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (lane == 31) {
       p.schedule->spans[thread / 32] = before;
-      p.schedule->taken[thread / 32] = 0;
     }
     before -= total;
     for (int b = 0; b < kEach; ++b) {
@@ -117,6 +116,7 @@ __global__ void __launch_bounds__(kThreads)
   });
   __syncthreads();
   if (thread == 0) p.schedule->chains = splits;
+  if (thread < 2) p.schedule->taken[thread] = 0;
 }
 
 }  // namespace

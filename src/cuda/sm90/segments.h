@@ -83,7 +83,7 @@ struct SegmentRule {
 
  private:
   // R and P of a segment together weigh kWeight / 8 of the segment in full.
-  static constexpr std::int32_t kWeight = 9;
+  static constexpr std::int32_t kWeight = 14;
   static FLASH_KDA_HOST_DEVICE std::int32_t weighted_first(std::int32_t chunks,
                                                            std::int32_t count) {
     const std::int64_t parts = 8 * static_cast<std::int64_t>(count - 1) + kWeight;
@@ -146,7 +146,7 @@ FLASH_KDA_HOST_DEVICE Span map_span(const Segments& s, std::int32_t j, std::int3
 // What the schedule kernel found out about a packed batch, in device memory; lists of spans beside it.
 struct Schedule {
   std::int32_t spans[3];  // by Queue
-  std::int32_t taken[3];  // items that blocks took beyond their first ones
+  std::int32_t taken[2];  // items that blocks took beyond their first ones: second launch, first
   std::int32_t chains;    // split sequences
 };
 // The spans that a launch works through.

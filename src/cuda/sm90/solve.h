@@ -285,7 +285,7 @@ struct SolveRole {
     score_blocks(stage, c);
     // Rows past the end are not ours to judge (those of k are zero by now).
     bool extreme = false;
-    if constexpr (!Block::kMap) {
+    if (!Block::kMaps || !d.map()) {
       extreme = !(write_query_scale(table, 1.0f) <= kPlainSquaredNorm) && lane < d.rows();
     }
     FLASH_KDA_UNROLL
@@ -297,7 +297,7 @@ struct SolveRole {
     if (any_in_warp(extreme)) {
       shifts = base + Layout::kShiftAt + 2 * warp * kRowTableBytes;
       prepare_shifted(d, at);
-      if constexpr (!Block::kMap) {
+      if (!Block::kMaps || !d.map()) {
         write_query_scale(table, load_f32(shifts + kRowTableBytes + lane * 4));
       }
       score_blocks(stage, c);
@@ -342,7 +342,7 @@ struct SolveRole {
     if (lane == 0) store_u32(parity_at, parity ^ 1);
     const SharedAddress shifts = base + Layout::kShiftAt + 2 * warp * kRowTableBytes;
     write_shifts(stage + Block::kTileK, shifts);
-    if constexpr (!Block::kMap) write_shifts(stage + Block::kTileQ, shifts + kRowTableBytes);
+    write_shifts(stage + Block::kTileQ, shifts + kRowTableBytes);
     sync_warp();
     FLASH_KDA_NO_UNROLL
     for (int part = 0; part < kWarpgroup / kWarp;
@@ -354,7 +354,7 @@ struct SolveRole {
                                                                 at.table());
     }
     sync_warp();
-    if constexpr (!Block::kMap) {
+    if (!Block::kMaps || !d.map()) {
       for (int part = 0; part < 3; ++part) {
         PrepareRole<Block>{params, base, 0, part, lane}.query_scores(stage, at.stage);
       }

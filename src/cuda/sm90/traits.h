@@ -58,34 +58,35 @@ constexpr int kMapBytes = 2 * kMapPartBytes;
 
 // ---- what a block does --------------------------------------------------------------------------
 enum class Task {
-  kForward,  // a span in full: states and O
-  kMap,      // what the span does to a state, S' = S P + R: R from zero, P from the identity
+  kForward,  // spans in full: states and O
+  kMixed,    // that, and maps: what a span does to a state, S' = S P + R; R from zero, P from the
+             // identity
 };
 
 template <int kStateGroups_, Task kTask_>
 struct BlockShape {
   static constexpr int kStateGroups = kStateGroups_;  // state warpgroups, 64 rows of S each
-  static constexpr bool kMap = kTask_ == Task::kMap;
-  // Items of work for each span and head: blocks of V columns; or R, then P.
-  static constexpr int kItemsPerHead = kMap ? 2 : kValueDim / (kStateGroups * kGroupValues);
-  static_assert(!kMap || kStateGroups == 2);
+  static constexpr bool kMaps = kTask_ == Task::kMixed;
+  // Items of work for each span and head: blocks of V columns.
+  static constexpr int kItemsPerHead = kValueDim / (kStateGroups * kGroupValues);
+  static_assert(!kMaps || kItemsPerHead == 1);
 
-  // Chunks of q, k, g (of a map: k, g) between the load and the last product that reads them.
+  // Chunks of q, k, g between the load and the last product that reads them.
   static constexpr int kStages = 6;
-  static constexpr int kValueSlots = kMap ? kStages : 3;  // chunks of V, which become O
+  static constexpr int kValueSlots = 3;  // chunks of V, which become O
   static_assert(kStages < kTableSlots);
 
-  // A stage has two halves of 64 channels, each of two or three tiles: k, q, g as loaded; K1, Q1,
-  // K2 in their places.
+  // A stage has two halves of 64 channels, each three tiles: k, q, g as loaded; K1, Q1, K2 in their
+  // places.
   static constexpr int kTileK = 0;
   static constexpr int kTileQ = kTileBytes;
-  static constexpr int kTileG = kMap ? kTileBytes : 2 * kTileBytes;
-  static constexpr int kChannelHalfBytes = kTileG + kTileBytes;
+  static constexpr int kTileG = 2 * kTileBytes;
+  static constexpr int kChannelHalfBytes = 3 * kTileBytes;
   static constexpr int kStageBytes = 2 * kChannelHalfBytes;
 };
 using WholeHead = BlockShape<2, Task::kForward>;  // a block computes all 128 V columns of a head
 using HalfHead = BlockShape<1, Task::kForward>;   // two blocks share a head
-using SegmentMap = BlockShape<2, Task::kMap>;
+using FirstLaunch = BlockShape<2, Task::kMixed>;  // of a call that splits sequences
 
 template <class Block>
 struct SharedLayout {
@@ -96,7 +97,7 @@ struct SharedLayout {
   static constexpr int kSolutionAt = kStageAt + kStages * Block::kStageBytes;
   // A_qk by stage: its bf16 and what the rounding left, 64 bytes of a row each.
   static constexpr int kQueryScoreAt = kSolutionAt + kSolutionSlots * kTileBytes;
-  static constexpr int kValueAt = kQueryScoreAt + (Block::kMap ? 0 : kStages * kTileBytes);
+  static constexpr int kValueAt = kQueryScoreAt + kStages * kTileBytes;
   // Per-channel decays: start -> middle, middle -> end, middle of the chunk before -> middle (times
   // 2^96).
   static constexpr int kEnterAt = kValueAt + kStateGroups * kValueSlots * kTileBytes;
@@ -125,7 +126,7 @@ struct SharedLayout {
   static constexpr int kReloadParityAt = kShiftAt + kSolverWarps * 2 * kRowTableBytes;  // there too
   static constexpr int kBytes = kReloadParityAt + kSolverWarps * 4;
 };
-static_assert(SharedLayout<WholeHead>::kBytes <= 232448 && SharedLayout<SegmentMap>::kBytes <= 232448,
+static_assert(SharedLayout<WholeHead>::kBytes <= 232448,
               "more shared memory than a block may have");
 
 // ---- roles: warpgroups in this order: state, prepare, and one of three solver warps and the load
