@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/sm90/plan.h"
+#include "cuda/sm90/segments.h"
 #include "cuda/sm90/tensor_map_layout.h"
 #include "cuda/sm90/traits.h"
 #include "flash_kda/flash_kda.h"
@@ -47,8 +48,8 @@ ForwardArgs call(Sizes4 s, std::int64_t sequences = 0) {
   return args;
 }
 
-// As plan_forward does, with a device that is not there.
-ForwardPlan planned(const ForwardArgs& args, int multiprocessors = kH200, int value_split = 0) {
+// What plan_forward hands to the backend's plan.
+ForwardPlan sized(const ForwardArgs& args) {
   const Sizes sizes = validate(args);
   ForwardPlan result;
   result.backend = Backend::kCudaSm90;
@@ -60,6 +61,12 @@ ForwardPlan planned(const ForwardArgs& args, int multiprocessors = kH200, int va
   result.key_dim = sizes.key_dim;
   result.value_dim = sizes.value_dim;
   result.varlen = sizes.varlen;
+  return result;
+}
+
+// As plan_forward does, with a device that is not there.
+ForwardPlan planned(const ForwardArgs& args, int multiprocessors = kH200, int value_split = 0) {
+  ForwardPlan result = sized(args);
   result.options.value_split = value_split;
   plan(args, multiprocessors, result);
   return result;
@@ -106,16 +113,79 @@ TEST(Sm90Plan, TakesTheSplitThatIsAskedFor) {
 }
 
 TEST(Sm90Plan, PackedBatchesAreBalancedWhenBlocksTakeTurns) {
-  // 6 x 96 items on 132 blocks: a counter and the order of 6 sequences, rounded up.
+  // 6 x 96 items on 132 blocks: the schedule's counters, and a list of 6 spans; each rounded up.
   const ForwardPlan mixed = planned(call({1, 8192, 96, 128}, 6));
   EXPECT_EQ(mixed.grid, 132);
-  EXPECT_EQ(mixed.workspace_bytes, 256U);
+  EXPECT_EQ(mixed.workspace_bytes, 256U + 256U);
   EXPECT_TRUE(contains(mixed.reason, "longest first")) << mixed.reason;
-  EXPECT_EQ(planned(call({1, 4096, 32, 128}, 4096)).workspace_bytes, 16640U);
+  EXPECT_EQ(planned(call({1, 4096, 96, 128}, 4096)).workspace_bytes, 256U + 4096U * sizeof(Span));
   // All at once: nothing to balance.
-  EXPECT_EQ(planned(call({1, 8192, 22, 128}, 3)).workspace_bytes, 0U);
-  // A batch of equal lengths needs no order.
+  EXPECT_EQ(planned(call({1, 8192, 44, 128}, 3)).workspace_bytes, 0U);
+  // A batch of equal lengths needs no list.
   EXPECT_EQ(planned(call({6, 1000, 96, 128})).workspace_bytes, 0U);
+}
+
+// Heads that fill the device are not cut, whatever their sequences: the six published cases.
+TEST(Sm90Plan, TheHeadlineCasesStayInOnePiece) {
+  for (const std::int64_t heads : {64, 96}) {
+    for (const ForwardPlan& p :
+         {planned(call({1, 8192, heads, 128})), planned(call({1, 8192, heads, 128}, 6)),
+          planned(call({8, 1024, heads, 128}))}) {
+      EXPECT_EQ(p.sequence_segments, 1);
+      EXPECT_LE(p.workspace_bytes, std::size_t{64} << 20);
+      EXPECT_FALSE(contains(p.reason, "segments of")) << p.reason;
+      EXPECT_TRUE(contains(p.reason, p.varlen ? "2 launches" : "1 launch")) << p.reason;
+    }
+  }
+}
+
+TEST(Sm90Plan, FewHeadsAreCutIntoSegments) {
+  // 8 heads take 8 of 132 multiprocessors; 16 segments of each fit at once, and one more.
+  const ForwardPlan p = planned(call({1, 8192, 8, 128}));
+  const Segments s = SegmentRule::of(8, kH200).segments(8192);
+  EXPECT_EQ(s.count, 17);
+  EXPECT_EQ(p.sequence_segments, 17);
+  EXPECT_EQ(p.value_split, 1);
+  EXPECT_EQ(p.grid, 8 * 16);
+  EXPECT_EQ(p.workspace_bytes, static_cast<std::size_t>(8 * s.slots()) * 65536U);
+  const std::string words = std::to_string(s.first) + " chunks, 16 of ";
+  EXPECT_TRUE(contains(p.reason, "17 segments: one of " + words)) << p.reason;
+  EXPECT_TRUE(contains(p.reason, "3 launches")) << p.reason;
+  EXPECT_TRUE(contains(p.describe(), "up to 17 segments a sequence")) << p.describe();
+
+  // A packed batch has its lengths on the device: what they can be is what the plan knows.
+  const ForwardPlan packed = planned(call({1, 8192, 8, 128}, 3));
+  EXPECT_EQ(packed.sequence_segments, 17);
+  EXPECT_GT(packed.workspace_bytes, p.workspace_bytes);
+  EXPECT_TRUE(contains(packed.reason, "4 launches")) << packed.reason;
+  EXPECT_TRUE(contains(packed.reason, "up to 17 segments")) << packed.reason;
+}
+
+TEST(Sm90Plan, SaysWhyASequenceStaysInOnePiece) {
+  EXPECT_TRUE(contains(planned(call({1, 8192, 34, 128})).reason, "heads enough"));
+  EXPECT_TRUE(contains(planned(call({1, 512, 4, 128})).reason, "too short"));
+  EXPECT_TRUE(contains(planned(call({1, 512, 4, 128}, 3)).reason, "too short"));
+}
+
+TEST(Sm90Plan, NoSplitWhenItIsSwitchedOff) {
+  ForwardArgs args = call({1, 8192, 8, 128});
+  ForwardPlan off = sized(args);
+  off.options.sequence_split = false;
+  plan(args, kH200, off);
+  EXPECT_EQ(off.sequence_segments, 1);
+  EXPECT_EQ(off.value_split, 2);
+  EXPECT_EQ(off.grid, 16);
+  EXPECT_EQ(off.workspace_bytes, 0U);
+  EXPECT_TRUE(contains(off.reason, "in one piece, as asked")) << off.reason;
+  EXPECT_TRUE(contains(off.reason, "1 launch")) << off.reason;
+}
+
+// Each sequence of a batch is cut as it would be alone.
+TEST(Sm90Plan, ABatchIsCutAsOneSequenceIs) {
+  const ForwardPlan one = planned(call({1, 8192, 8, 128})), six = planned(call({6, 8192, 8, 128}));
+  EXPECT_EQ(six.sequence_segments, one.sequence_segments);
+  EXPECT_EQ(six.workspace_bytes, 6 * one.workspace_bytes);
+  EXPECT_EQ(six.grid, kH200);
 }
 
 // Work is counted by value heads.

@@ -31,7 +31,8 @@ void check_sizes(const ForwardPlan& plan) {
   }
   // Items of work: spans times heads times two; there are at most as many more spans as chunks.
   if (plan.value_heads > kLimit / 4 ||
-      plan.sequences + plan.tokens / kChunk > kLimit / 4 / std::max<std::int64_t>(plan.value_heads, 1)) {
+      plan.sequences + plan.tokens / kChunk >
+          kLimit / 4 / std::max<std::int64_t>(plan.value_heads, 1)) {
     not_served("N = " + std::to_string(plan.sequences) +
                ", H = " + std::to_string(plan.value_heads) + " (N H above 2^29)");
   }
@@ -62,12 +63,27 @@ std::string count(std::int64_t n, const char* what) {
   return std::to_string(n) + " " + what + (n == 1 ? "" : "s");
 }
 
-std::string split_reason(const ForwardPlan& plan, bool may_split) {
-  if (!plan.options.sequence_split) return "; sequences in one piece, as asked";
-  if (!may_split) return "";
-  if (plan.varlen) return "; sequences that are long enough for it are cut into segments";
-  return "; each sequence in " + count(plan.sequence_segments, "segment") +
-         ", whose inner ones are summed up first";
+// Why sequences are cut, and into what; or why not.
+std::string split_reason(const ForwardPlan& plan, const SegmentRule& rule, bool may_split) {
+  if (!plan.options.sequence_split) return "sequences in one piece, as asked";
+  if (!rule.splits()) return "sequences in one piece: heads enough for the device";
+  if (!may_split) return "sequences in one piece: too short for segments";
+  if (plan.varlen) {
+    return "few heads: sequences long enough for it in up to " +
+           count(plan.sequence_segments, "segment");
+  }
+  const Segments s = rule.segments(plan.tokens);
+  const std::int32_t rest = s.chunks - s.first, shortest = rest / (s.count - 1);
+  return "few heads: sequences in " + count(s.count, "segment") + ": one of " +
+         count(s.first, "chunk") + ", " + std::to_string(s.count - 1) + " of " +
+         std::to_string(shortest) +
+         (rest % (s.count - 1) == 0 ? "" : " or " + std::to_string(shortest + 1));
+}
+
+std::string launches(bool scheduled, bool may_split) {
+  if (!may_split) return scheduled ? "2 launches (schedule, pass)" : "1 launch";
+  return std::string(scheduled ? "4 launches (schedule, " : "3 launches (") +
+         "first segments and maps of inner ones, chain of states, other segments)";
 }
 
 }  // namespace
@@ -107,10 +123,11 @@ void plan(const ForwardArgs& args, int multiprocessors, ForwardPlan& plan) {
   plan.workspace_bytes = workspace_of(plan, scheduled).bytes;
   plan.reason =
       count(plan.sequences * plan.value_heads, "head") + " of work on " +
-      count(multiprocessors, "multiprocessor") + split_reason(plan, may_split) + ": " +
+      count(multiprocessors, "multiprocessor") + "; " + split_reason(plan, rule, may_split) + "; " +
       (split != 0 ? "value_split as asked"
                   : (halves_fit ? "two blocks a head still fit at once" : "one block a head")) +
-      (scheduled ? "; blocks take sequences as they get free, longest first" : "");
+      (scheduled ? "; blocks take sequences as they get free, longest first" : "") + "; " +
+      launches(scheduled, may_split);
 }
 
 }  // namespace flash_kda::sm90
