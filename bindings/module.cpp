@@ -99,6 +99,7 @@ void bind_plan(nb::module_& m) {
       .def_ro("value_split", &ForwardPlan::value_split)
       .def_ro("sequence_segments", &ForwardPlan::sequence_segments)
       .def_ro("grid", &ForwardPlan::grid)
+      .def_ro("multiprocessors", &ForwardPlan::multiprocessors)
       .def_ro("workspace_bytes", &ForwardPlan::workspace_bytes)
       .def_ro("reason", &ForwardPlan::reason)
       .def("describe", &ForwardPlan::describe)

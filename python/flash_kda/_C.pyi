@@ -54,6 +54,9 @@ class Plan:
     def grid(self) -> int:
         """CUDA: number of thread blocks."""
     @property
+    def multiprocessors(self) -> int:
+        """CUDA: of the device that the plan is for; 0 on the CPU."""
+    @property
     def workspace_bytes(self) -> int:
         """Scratch memory of a call, in bytes."""
     @property

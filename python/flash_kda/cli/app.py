@@ -93,6 +93,9 @@ def run(
     beta: Annotated[Beta, typer.Option(help="How beta becomes the write strength.")] = Beta.logit,
     l2norm: Annotated[bool, typer.Option(help="Normalise q and k in the call.")] = True,
     scale: Annotated[float | None, typer.Option(help="Of the output; K ** -0.5.")] = None,
+    sequence_split: Annotated[
+        bool, typer.Option(help="On a GPU: cut long sequences of few heads into segments.")
+    ] = True,
     seed: SeedOption = 0,
     input_: Annotated[
         Path | None,
@@ -127,7 +130,7 @@ def run(
 
     Exit status 1: the error of a generated case is above the promised bound. 2: it did not run.
     """
-    options = Options(gate, lower_bound, beta, l2norm, scale)
+    options = Options(gate, lower_bound, beta, l2norm, scale, sequence_split)
     how = run_command.Measurement(device, threads, repeats, warmup, check_heads, seed)
     outputs = run_command.Outputs(output, plot, json_file, json, explain)
     if input_ is not None:

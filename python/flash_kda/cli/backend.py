@@ -109,6 +109,7 @@ def call_options(options: Options) -> dict[str, Any]:
         "use_beta_sigmoid_in_kernel": options.beta is not Beta.probability,
         "allow_neg_eigval": options.beta is Beta.doubled_logit,
         "state_v_first": True,
+        "sequence_split": options.sequence_split,
     }
 
 

@@ -77,6 +77,7 @@ class Options:
     beta: Beta = Beta.logit
     l2norm: bool = True
     scale: float | None = None
+    sequence_split: bool = True
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
@@ -86,6 +87,7 @@ class Options:
             "beta": self.beta.value,
             "l2norm": self.l2norm,
             "scale": self.scale,
+            "sequence_split": self.sequence_split,
         }
 
 

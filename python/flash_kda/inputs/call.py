@@ -22,6 +22,7 @@ class Result:
     out: Array  # [B, T, HV, V]
     final: Array | None  # [N, HV, V, K], or the pool; None if not asked for
     checkpoints: Array | None = None  # [slots, HV, V, K]
+    split: bool = False  # sequences were cut into segments, or may have been
 
 
 Forward = Callable[[Problem], Result]
@@ -127,6 +128,7 @@ def package(
     threads: int = 0,
     out: Array | None = None,
     in_place: bool = False,
+    sequence_split: bool = True,
 ) -> Result:
     """`flash_kda.chunk_kda` on `problem`, into poisoned outputs.
 
@@ -137,6 +139,7 @@ def package(
       threads: CPU threads, 0 = all.
       out: a NumPy array (any strides) whose layout the output takes; dense if None.
       in_place: the final state goes over the initial state.
+      sequence_split: as in `flash_kda.chunk_kda`.
 
     Raises:
       InputChangedError: an input's bits differ after the call. Otherwise what the package raises.
@@ -162,9 +165,10 @@ def package(
     call = sent | arguments(problem)
     call |= {"out": sent_out, "final_state": sent_final, "checkpoint_states": sent_states}
     call |= {"output_final_state": final is not None, "threads": threads}
-    ran = flash_kda.plan_forward(**call).backend  # a fallback to another backend must not pass
-    if ran.partition("-")[0] != device.partition(":")[0]:
-        raise AssertionError(f"plan: expected a {device} backend, got {ran}")
+    call["sequence_split"] = sequence_split
+    plan = flash_kda.plan_forward(**call)  # a fallback to another backend must not pass
+    if plan.backend.partition("-")[0] != device.partition(":")[0]:
+        raise AssertionError(f"plan: expected a {device} backend, got {plan.backend}")
     back = flash_kda.chunk_kda(**call)
     if framework == "torch" or device != "cpu":
         result, final = from_torch(sent_out), None if final is None else from_torch(sent_final)
@@ -174,7 +178,7 @@ def package(
     for name, x in given.items():
         if not (in_place and name == "initial_state") and not np.array_equal(bits(x), before[name]):
             raise InputChangedError(f"{name}: the call changed it")
-    return Result(result, final, kept.get("checkpoint_states"))
+    return Result(result, final, kept.get("checkpoint_states"), plan.sequence_segments > 1)
 
 
 def _checkpoints(problem: Problem) -> dict[str, Array]:
