@@ -25,6 +25,13 @@ std::string entry(const char* symbol, std::int64_t value) {
   return std::string(symbol) + " = " + std::to_string(value);
 }
 
+// A line for each clause.
+std::string in_lines(std::string text, const std::string& indent) {
+  for (std::size_t at = 0; (at = text.find("; ", at)) != std::string::npos; at += indent.size())
+    text.replace(at + 1, 1, "\n" + indent);
+  return text;
+}
+
 // "1 thread", "2 threads".
 std::string count(std::int64_t n, const char* what) {
   return std::to_string(n) + " " + what + (n == 1 ? "" : "s");
@@ -74,11 +81,12 @@ std::string ForwardPlan::describe() const {
   if (backend == Backend::kCpu) {
     text += "  threads: " + std::to_string(threads) + "\n";
   } else {
-    text += "  grid: " + count(grid, "block") + ", " + count(value_split, "block") +
-            " a head, up to " + count(sequence_segments, "segment") + " a sequence\n";
+    text += "  grid: " + count(grid, "block") + " on " + count(multiprocessors, "multiprocessor") +
+            ", " + count(value_split, "block") + " a head, up to " +
+            count(sequence_segments, "segment") + " a sequence\n";
   }
   text += "  workspace: " + count(static_cast<std::int64_t>(workspace_bytes), "byte") + "\n";
-  text += "  reason: " + reason + "\n";
+  text += "  reason: " + in_lines(reason, "          ") + "\n";
   return text;
 }
 

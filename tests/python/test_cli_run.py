@@ -25,6 +25,47 @@ def test_table_and_plan() -> None:
     assert "cpu" in result.output
 
 
+@pytest.mark.parametrize(("flag", "split"), [((), True), (("--no-sequence-split",), False)])
+def test_the_split_can_be_switched_off(
+    monkeypatch: pytest.MonkeyPatch, flag: tuple[str, ...], split: bool
+) -> None:
+    """What --explain prints is the plan of the very call that runs."""
+    seen: list[tuple[str, bool]] = []
+    plan, run = flash_kda.plan_forward, flash_kda.chunk_kda
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        seen.append(("plan", kwargs["sequence_split"]))
+        return plan(*args, **kwargs)
+
+    def ran(*args: Any, **kwargs: Any) -> Any:
+        seen.append(("run", kwargs["sequence_split"]))
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(flash_kda, "plan_forward", planned)
+    monkeypatch.setattr(flash_kda, "chunk_kda", ran)
+    record = call_json("run", *SMALL, "--explain", *flag)
+    assert set(seen) == {("plan", split), ("run", split)}
+    assert record["options"]["sequence_split"] is split
+    assert "reason: " in record["plan"]
+
+
+def test_explain_on_a_gpu(device: str) -> None:
+    """The table is followed by segments, launches and reasons."""
+    if device == "cpu":
+        assert "threads" in call_json("run", *SMALL, "--explain")["plan"]
+        return
+    sizes = ("--seq-lens", "4096", "--heads", "4", "--repeats", "1", "--check-heads", "1")
+    for flags, words in (
+        ((), ("few heads: sequences in ", " segments: one of ", "3 launches", "a head")),
+        (("--no-sequence-split",), ("in one piece, as asked", "1 launch", "a head")),
+    ):
+        result = call("run", *sizes, "--device", "cuda", "--explain", *flags)
+        assert result.exit_code == 0, result.output
+        shown = " ".join(result.output.split())
+        for text in words:
+            assert text in shown
+
+
 def test_figures_follow_from_the_sizes() -> None:
     record = call_json("run", *SMALL, "--value-heads", "6", "--initial-state")
     timing = record["time"]

@@ -11,7 +11,7 @@ import pytest
 
 from flash_kda import inputs
 from flash_kda.inputs.call import Result, package, poison
-from flash_kda.inputs.checker import KNOWN_SHORTFALLS, oracle
+from flash_kda.inputs.checker import IN_ONE_PIECE, KNOWN_SHORTFALLS, oracle
 from flash_kda.inputs.problem import BF16, Problem
 from flash_kda.reference import log_decay
 
@@ -182,6 +182,29 @@ def test_a_known_shortfall_is_no_failure_until_it_grows(factor: float, fails: bo
     assert not by_case["one row"].known
     on_cpu = inputs.check("T1", "cpu", quick=True, forward=noisy)
     assert {r.case for r in on_cpu if r.failed} >= {"cosine 0.95", "cosine 0.99", "positive keys"}
+
+
+@pytest.mark.parametrize("wrong", ["neither", "split", "whole"])
+def test_calls_that_are_cut_are_measured_in_one_piece_too(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    asked: list[bool] = []
+
+    def cut(p: Problem, device: str, sequence_split: bool = True, **how: object) -> Result:
+        asked.append(sequence_split)
+        result = honest(p)
+        if wrong == ("split" if sequence_split else "whole"):
+            result.out[:, -1, 0] += 1
+        return Result(result.out, result.final, split=sequence_split)
+
+    monkeypatch.setattr("flash_kda.inputs.checker.package", cut)
+    rows = inputs.check("T7", "cuda", quick=True)
+    measured = [r for r in rows if r.out_error is not None]
+    whole = [r for r in measured if r.note == IN_ONE_PIECE]
+    assert 2 * len(whole) == len(measured)
+    assert asked.count(True) == asked.count(False) > 0
+    assert any(r.failed for r in whole) == (wrong == "whole")
+    assert any(r.failed for r in measured if r not in whole) == (wrong == "split")
 
 
 def test_pieces_at_chunk_borders_of_a_gpu_are_held_closer() -> None:
