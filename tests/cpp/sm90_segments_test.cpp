@@ -294,9 +294,8 @@ TEST(Sm90Workspace, HoldsTheScheduleOfAnyPackedBatch) {
     const std::int64_t heads = 1 + below(kMostHeads);
     const std::int64_t count = 1 + below(12);
     const std::int64_t longest = std::int64_t{64} << below(12);
-    std::vector<std::int64_t> lengths;
-    for (std::int64_t i = 0; i < count; ++i)
-      lengths.push_back(below(4) == 0 ? below(3) : 1 + below(longest));
+    std::vector<std::int64_t> lengths(static_cast<std::size_t>(count));
+    for (std::int64_t& n : lengths) n = below(4) == 0 ? below(3) : 1 + below(longest);
     const std::int64_t tail = below(3) == 0 ? below(100) : 0;
     split_batches += schedule(SegmentRule::of(heads, card), lengths).splits > 0 ? 1 : 0;
     ASSERT_NO_FATAL_FAILURE(expect_room(lengths, tail, heads, card)) << round;
