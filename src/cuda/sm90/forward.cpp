@@ -112,7 +112,11 @@ void launch_all(const ForwardPlan& plan, ForwardParams& params, const TensorMaps
                 cudaStream_t stream) {
   const Workspace w = workspace_of(plan, scheduled(plan));
   if (!plan.varlen) params.segments = segment_rule(plan).segments(plan.tokens);
-  if (w.scheduled) launch_schedule(params, segment_rule(plan), stream);
+  if (w.scheduled) {
+    const ScheduleRoom room = {static_cast<std::int32_t>(w.splits),
+                               static_cast<std::int32_t>(w.inner)};
+    launch_schedule(params, segment_rule(plan), room, stream);
+  }
   bool after_kernel = w.scheduled;
   if (w.splits > 0) {
     const std::int64_t items = (w.splits + 2 * w.inner) * plan.value_heads;

@@ -111,8 +111,8 @@ void plan(const ForwardArgs& args, int multiprocessors, ForwardPlan& plan) {
   const SegmentRule rule = segment_rule(plan);
   const Workspace whole = workspace_of(plan, false);
   const bool may_split = whole.splits > 0;
-  plan.sequence_segments =
-      !may_split ? 1 : (plan.varlen ? rule.most : rule.segments(plan.tokens).count);
+  // More tokens, more segments: of a packed batch this is the most.
+  plan.sequence_segments = may_split ? rule.segments(plan.tokens).count : 1;
 
   const std::int64_t heads = whole.rest * plan.value_heads;  // of spans
   const bool halves_fit = 2 * heads <= multiprocessors;

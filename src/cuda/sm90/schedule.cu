@@ -1,9 +1,8 @@
-// One block sorts the spans of each queue into bins by length, longest bin first. Which of two spans
-// of a bin comes first, and which slots a sequence gets, depends on timing; results do not, since
-// every span is computed on its own.
-#include "cuda/sm90/schedule.h"
-
+// One block sorts the spans of each queue into bins by length, longest bin first. Which of two
+// spans of a bin comes first, and which slots a sequence gets, depends on timing; results do not,
+// since every span is computed on its own.
 #include "cuda/check.h"
+#include "cuda/sm90/schedule.h"
 
 namespace flash_kda::sm90 {
 namespace {
@@ -52,32 +51,50 @@ __device__ void for_each_sequence(const ForwardParams& p, const Visit& visit) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    schedule_kernel(const __grid_constant__ ForwardParams p, SegmentRule rule, Span* first,
-                    Span* inner, Span* rest, Chain* chains) {
+    schedule_kernel(const __grid_constant__ ForwardParams p, SegmentRule rule, ScheduleRoom room,
+                    Span* first, Span* inner, Span* rest, Chain* chains) {
   __shared__ int next[kQueues][kBins];  // where the next span of a bin goes
   __shared__ int splits, slots;
   const int thread = static_cast<int>(threadIdx.x);
-  for (int i = thread; i < kQueues * kBins; i += kThreads) next[i / kBins][i % kBins] = 0;
-  if (thread == 0) splits = slots = 0;
-  __syncthreads();
   // Inner and last segments of a sequence differ by a chunk at most: one bin for all.
-  const auto usual = [](const Segments& s) { return (s.chunks - s.first) / (s.count - 1) * kChunk; };
+  const auto usual = [](const Segments& s) {
+    return (s.chunks - s.first) / (s.count - 1) * kChunk;
+  };
   constexpr int kFirst = static_cast<int>(Queue::kFirst), kInner = static_cast<int>(Queue::kInner),
                 kRest = static_cast<int>(Queue::kRest);
-  for_each_sequence(p, [&](int, int, int tokens) {
-    const Segments s = rule.segments(tokens);
-    if (s.count == 1) {
-      atomicAdd(&next[kRest][bin_of(tokens)], 1);
-    } else {
-      atomicAdd(&next[kFirst][bin_of(s.first * kChunk)], 1);
-      atomicAdd(&next[kInner][bin_of(usual(s))], s.inner());
-      atomicAdd(&next[kRest][bin_of(usual(s))], s.count - 1);
-    }
-  });
-  __syncthreads();
-  if (thread < 32 * kQueues) {  // exclusive sums, a warp a queue: a lane takes kBins / 32 neighbours
+  // Offsets that go back and forth may ask for more than there is room for: then nothing is cut.
+  const auto counted = [&] {
+    for (int i = thread; i < kQueues * kBins; i += kThreads) next[i / kBins][i % kBins] = 0;
+    if (thread == 0) splits = slots = 0;
+    __syncthreads();
+    int cut = 0, maps = 0;  // of this thread's sequences
+    for_each_sequence(p, [&](int, int, int tokens) {
+      const Segments s = rule.segments(tokens);
+      if (s.count == 1) {
+        atomicAdd(&next[kRest][bin_of(tokens)], 1);
+      } else {
+        atomicAdd(&next[kFirst][bin_of(s.first * kChunk)], 1);
+        atomicAdd(&next[kInner][bin_of(usual(s))], s.inner());
+        atomicAdd(&next[kRest][bin_of(usual(s))], s.count - 1);
+        ++cut, maps += s.inner();
+      }
+    });
+    if (cut > 0) atomicAdd(&splits, cut), atomicAdd(&slots, maps);
+    __syncthreads();
+    const bool there_is_room = splits <= room.splits && slots <= room.inner;
+    __syncthreads();
+    if (thread == 0) splits = slots = 0;
+    __syncthreads();
+    return there_is_room;
+  };
+  if (!counted()) {
+    rule = SegmentRule{};
+    counted();
+  }
+  if (thread <
+      32 * kQueues) {  // exclusive sums, a warp a queue: a lane takes kBins / 32 neighbours
     constexpr int kEach = kBins / 32;
-    int(&counts)[kBins] = next[thread / 32];
+    int (&counts)[kBins] = next[thread / 32];
     const int lane = thread % 32;
     int total = 0;
     for (int b = 0; b < kEach; ++b) total += counts[kEach * lane + b];
@@ -121,12 +138,14 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_schedule(const ForwardParams& p, const SegmentRule& rule, cudaStream_t stream) {
+void launch_schedule(const ForwardParams& p, const SegmentRule& rule, const ScheduleRoom& room,
+                     cudaStream_t stream) {
   const auto list = [&](Queue queue) {
     return const_cast<Span*>(p.spans[static_cast<int>(queue)]);
   };
-  schedule_kernel<<<1, kThreads, 0, stream>>>(p, rule, list(Queue::kFirst), list(Queue::kInner),
-                                              list(Queue::kRest), const_cast<Chain*>(p.chains));
+  schedule_kernel<<<1, kThreads, 0, stream>>>(p, rule, room, list(Queue::kFirst),
+                                              list(Queue::kInner), list(Queue::kRest),
+                                              const_cast<Chain*>(p.chains));
   FLASH_KDA_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -27,7 +27,7 @@
 namespace flash_kda::sm90 {
 
 // Equal segments but for the first, which is longer: it runs in full while each of the others has
-// R and P computed, two half-weight tasks.
+// R and P computed, two tasks.
 struct Segments {
   std::int32_t count = 1;
   std::int32_t chunks = 0;  // of the sequence
@@ -46,40 +46,37 @@ struct Segments {
 
 // The rule for one number of heads on one card.
 struct SegmentRule {
-  std::int32_t most = 1;  // segments; below 3: nothing is split
+  std::int32_t most = 1;    // segments; 1: nothing is split
+  std::int32_t fewest = 0;  // chunks of a sequence that is split, at least
 
   static FLASH_KDA_HOST_DEVICE SegmentRule of(std::int64_t heads, std::int32_t multiprocessors) {
     SegmentRule rule;
     // With fewer than four blocks a head two launches take longer than one with half a head a block.
-    if (heads > 0 && 4 * heads <= multiprocessors)
-      rule.most = static_cast<std::int32_t>(multiprocessors / heads) + 1;
+    if (heads <= 0 || 4 * heads > multiprocessors) return rule;
+    rule.most = static_cast<std::int32_t>(multiprocessors / heads) + 1;
+    // Shorter ones gain little (8 heads: 2048 tokens, 16: 4096, 32: 8192), and the workspace of a
+    // packed batch has to hold the maps of as many as there may be.
+    rule.fewest = static_cast<std::int32_t>(8 * heads);
+    rule.fewest = rule.fewest > kFewestChunks ? rule.fewest : kFewestChunks;
     return rule;
   }
 
-  FLASH_KDA_HOST_DEVICE bool splits() const { return most >= 3; }
+  FLASH_KDA_HOST_DEVICE bool splits() const { return most > 1; }
 
   FLASH_KDA_HOST_DEVICE Segments segments(std::int64_t tokens) const {
     Segments s;
     s.chunks = static_cast<std::int32_t>((tokens + kChunk - 1) / kChunk);
     s.first = s.chunks;
-    if (!splits() || s.chunks < kFewestChunks) return s;
-    std::int32_t count = s.chunks / kSegmentChunks;
-    count = count < most ? count : most;
-    if (count < 3) return s;
-    const std::int32_t first = weighted_first(s.chunks, count);
-    // Both launches and the chain between them, against one launch.
-    const std::int32_t split = first + (s.chunks - first) / (count - 1) + kOverheadChunks + count / 2;
-    if (split > s.chunks * 3 / 4) return s;
-    s.count = count;
-    s.first = first;
+    if (!splits() || s.chunks < fewest) return s;
+    const std::int32_t count = s.chunks / kSegmentChunks;
+    s.count = count < most ? count : most;
+    s.first = weighted_first(s.chunks, s.count);
     return s;
   }
 
-  static constexpr std::int32_t kFewestChunks = 48;    // below: one launch is as fast
-  static constexpr std::int32_t kSegmentChunks = 8;    // no segment is shorter on average
-  static constexpr std::int32_t kOverheadChunks = 14;  // two more launches, two pipelines to fill
-  // From here on three segments pay: 0.68 c + kOverheadChunks + 1 <= 0.75 c, and rounding.
-  static constexpr std::int32_t kLongestUnsplit = 320;
+  static constexpr std::int32_t kFewestChunks = 48;  // below: one launch is as fast
+  static constexpr std::int32_t kSegmentChunks = 8;  // no segment is shorter on average
+  static_assert(kFewestChunks / kSegmentChunks >= 3, "two segments gain nothing");
 
  private:
   // R and P of a segment together weigh kWeight / 8 of the segment in full.

@@ -7,16 +7,6 @@ namespace {
 
 constexpr std::size_t kAlignment = 256;
 
-// The shortest sequence that the rule splits, in chunks; `limit` + 1 if none up to there is.
-std::int64_t fewest_chunks(const SegmentRule& rule, std::int64_t limit) {
-  // Lengths are scanned one by one while the overhead decides, which is at most a few hundred.
-  for (std::int64_t chunks = SegmentRule::kFewestChunks; chunks <= limit; ++chunks) {
-    if (rule.segments(chunks * kChunk).count > 1) return chunks;
-    if (chunks > SegmentRule::kLongestUnsplit) break;
-  }
-  return limit + 1;
-}
-
 }  // namespace
 
 SegmentRule segment_rule(const ForwardPlan& plan) {
@@ -39,11 +29,10 @@ Workspace workspace_of(const ForwardPlan& plan, bool scheduled) {
   } else {
     w.rest = plan.sequences;
     const std::int64_t chunks = plan.tokens / kChunk + 1;
-    const std::int64_t fewest = rule.splits() ? fewest_chunks(rule, chunks) : chunks + 1;
-    if (fewest <= chunks) {
+    if (rule.splits() && rule.fewest <= chunks) {
       // A sequence of c chunks has at most c / kSegmentChunks segments, and it has more than
       // 32 (c - 1) tokens.
-      w.splits = std::min(plan.sequences, plan.tokens / ((fewest - 1) * kChunk + 1));
+      w.splits = std::min(plan.sequences, plan.tokens / ((std::int64_t{rule.fewest} - 1) * kChunk + 1));
       w.inner = std::min(w.splits * (rule.most - 2),
                          (plan.tokens / kChunk + w.splits) / SegmentRule::kSegmentChunks);
       w.slots = 2 * w.inner + w.splits;
