@@ -357,6 +357,9 @@ std::vector<Case> small_cases() {
     c.final = DType::kBFloat16;
     c.initial = DType::kBFloat16;
   });
+  // The shortest that is split: first launch, chain, second launch; by arithmetic and by lists.
+  add("split", {1536}, 1, [](Case& c) { c.lower_bound = -0.05; });
+  add("split, packed", {7, 1505}, 0, [](Case& c) { c.lower_bound = -0.05; });
   add("no states", {70, 130}, 0, [](Case& c) { c.initial = c.final = DType::kOther; });
   return cases;
 }
