@@ -4,7 +4,8 @@
 //
 //   cuda_check              the comparisons; exit status 1 if one fails
 //   cuda_check small        the smallest of them only (for the sanitizers)
-//   cuda_check time [reps] [CASE...]   median of CUDA-graph replays, L2 flushed before each; default: the
+//   cuda_check time [reps] [CASE...]   median of CUDA-graph replays, L2 flushed before each;
+//   default: the
 //                           six headline cases
 //   cuda_check run CASE [runs]         one case, plainly launched (for a profiler)
 //
@@ -77,7 +78,7 @@ struct Case {
   std::int64_t batch = 0;             // 0: packed
   std::int64_t heads = 1;
   int split = 0;
-  bool whole = false;  // sequences in one piece
+  bool whole = false;                                        // sequences in one piece
   DType initial = DType::kFloat32, final = DType::kFloat32;  // kOther: absent
   float gate_mean = 0.0f, gate_spread = 1.0f;
   float key_scale = 1.0f, value_scale = 1.0f;
@@ -440,7 +441,8 @@ double median_ms(const Case& c, int repeats) {
   cudaStream_t stream;
   FLASH_KDA_CUDA_CHECK(cudaStreamCreate(&stream));
   void* workspace;
-  FLASH_KDA_CUDA_CHECK(cudaMalloc(&workspace, std::max<std::size_t>(plan_of(p).workspace_bytes, 1)));
+  FLASH_KDA_CUDA_CHECK(
+      cudaMalloc(&workspace, std::max<std::size_t>(plan_of(p).workspace_bytes, 1)));
   void* scratch;
   constexpr std::size_t kFlush = 256u << 20;
   FLASH_KDA_CUDA_CHECK(cudaMalloc(&scratch, kFlush));

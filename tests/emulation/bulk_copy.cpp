@@ -105,9 +105,10 @@ void CopyEngine::load(SharedAddress to, const TensorMap* map, SharedAddress barr
 void CopyEngine::load_bytes(SharedAddress to, const void* from, int bytes, SharedAddress barrier) {
   if (to % kChunkBytes != 0 || reinterpret_cast<std::uintptr_t>(from) % kChunkBytes != 0 ||
       bytes <= 0 || bytes % kChunkBytes != 0) {
-    scheduler_.fail(format("bulk_load: %d bytes from %p to shared address 0x%x (base + %u): not in "
-                           "multiples of %d",
-                           bytes, from, to, to - kSharedBase, kChunkBytes));
+    scheduler_.fail(
+        format("bulk_load: %d bytes from %p to shared address 0x%x (base + %u): not in "
+               "multiples of %d",
+               bytes, from, to, to - kSharedBase, kChunkBytes));
   }
   const Epoch arrival = barriers_.announce("bulk_load", barrier, bytes);
   memory_.start_write("bulk_load", arrival, to, bytes);
@@ -130,7 +131,8 @@ void CopyEngine::deliver(std::size_t index) {
   loads_.erase(loads_.begin() + static_cast<std::ptrdiff_t>(index));
   if (load.map == nullptr) {
     for (int byte = 0; byte < load.bytes; byte += kChunkBytes) {
-      memory_.finish_write(load.to + static_cast<SharedAddress>(byte), load.from + byte, kChunkBytes);
+      memory_.finish_write(load.to + static_cast<SharedAddress>(byte), load.from + byte,
+                           kChunkBytes);
     }
     barriers_.deliver(load.barrier, load.bytes);
     return;

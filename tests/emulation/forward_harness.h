@@ -14,8 +14,8 @@
 namespace flash_kda::testing {
 
 struct EmulatedLaunch {
-  int state_groups = 2;             // warpgroups of the state role: 2, or 1 with two blocks a head
-  int grid = 2;                     // blocks
+  int state_groups = 2;  // warpgroups of the state role: 2, or 1 with two blocks a head
+  int grid = 2;          // blocks
   // Spans come from lists, items from counters, as the schedule kernel leaves them; packed only.
   bool scheduled = false;
   std::vector<int> order = {};  // of the sequences in the lists; empty: as they come
@@ -98,7 +98,8 @@ struct EmulatedWorkspace {
     std::int32_t slots_taken = 0;
     const auto cut = [&](std::int64_t tokens) {
       sm90::Segments whole;
-      whole.chunks = whole.first = static_cast<std::int32_t>((tokens + sm90::kChunk - 1) / sm90::kChunk);
+      whole.chunks = whole.first =
+          static_cast<std::int32_t>((tokens + sm90::kChunk - 1) / sm90::kChunk);
       return launch.segments ? launch.segments(tokens) : whole;
     };
     const auto list = [&](sm90::Queue queue) -> auto& { return spans[static_cast<int>(queue)]; };
@@ -113,7 +114,8 @@ struct EmulatedWorkspace {
       };
       for (int rank = 0; launch.scheduled && rank < p.sequences; ++rank) {
         const int i = launch.order.empty() ? rank : launch.order[static_cast<std::size_t>(rank)];
-        const auto begin = static_cast<int>(offset(i)), tokens = static_cast<int>(offset(i + 1)) - begin;
+        const auto begin = static_cast<int>(offset(i)),
+                   tokens = static_cast<int>(offset(i + 1)) - begin;
         const sm90::Segments s = cut(tokens);
         if (s.count == 1) {
           list(sm90::Queue::kRest).push_back(segment_span(s, 0, i, begin, tokens, 0));
@@ -149,22 +151,25 @@ struct EmulatedWorkspace {
 template <class Block>
 void emulate(const sm90::ForwardParams& params, const sm90::TensorMaps& maps,
              const EmulatedLaunch& launch) {
-  emulation::run_grid({.blocks = launch.grid,
-                       .threads = sm90::Roles<Block>::kThreads,
-                       .shared_bytes = sm90::SharedLayout<Block>::kBytes,
-                       .seed = launch.seed},
-                      [&](sm90::SharedAddress base) { sm90::forward_block<Block>(params, maps, base); });
+  emulation::run_grid(
+      {.blocks = launch.grid,
+       .threads = sm90::Roles<Block>::kThreads,
+       .shared_bytes = sm90::SharedLayout<Block>::kBytes,
+       .seed = launch.seed},
+      [&](sm90::SharedAddress base) { sm90::forward_block<Block>(params, maps, base); });
 }
 
 template <int kTiles>
 void emulate_chain(const sm90::ForwardParams& params, const EmulatedLaunch& launch) {
   using Block = sm90::ChainBlock<kTiles>;
-  emulation::run_grid(
-      {.blocks = launch.grid, .threads = Block::kThreads, .shared_bytes = Block::kBytes, .seed = launch.seed},
-      [&](sm90::SharedAddress base) {
-        const int thread = sm90::thread_index();
-        Block{params, base, thread / sm90::kWarp, thread % sm90::kWarp}.run();
-      });
+  emulation::run_grid({.blocks = launch.grid,
+                       .threads = Block::kThreads,
+                       .shared_bytes = Block::kBytes,
+                       .seed = launch.seed},
+                      [&](sm90::SharedAddress base) {
+                        const int thread = sm90::thread_index();
+                        Block{params, base, thread / sm90::kWarp, thread % sm90::kWarp}.run();
+                      });
 }
 
 }  // namespace internal

@@ -317,24 +317,27 @@ TEST(EmulatedForward, ExtremeNorms) {
   }
 }
 
-// Updates nearly cancel: identical keys, no decay, full writing strength.
+// Updates nearly cancel: identical keys, no decay, full writing strength. Of several keys, since it
+// matters where their norms lie between two numbers of bf16.
 TEST(EmulatedForward, IdenticalKeys) {
-  CaseSpec s = spec({512});
+  constexpr std::int64_t kHeads = 5;
+  CaseSpec s = spec({256}, kHeads);
   s.rate = s.bias = false;
-  s.initial = std::nullopt;
   Case c(s);
-  for (std::int64_t t = 0; t < 512; ++t) {
-    c.beta.set(8, 0, t, 0);
-    for (std::int64_t j = 0; j < 128; ++j) {
-      const double x = c.k.get(0, 0, 0, j);
-      c.k.set(x, 0, t, 0, j);
-      c.q.set(x, 0, t, 0, j);
-      c.g.set(-12, 0, t, 0, j);
-      c.v.set(c.v.get(0, t % 16, 0, j), 0, t, 0, j);
+  for (std::int64_t t = 0; t < 256; ++t) {
+    for (std::int64_t h = 0; h < kHeads; ++h) {
+      c.beta.set(8, 0, t, h);
+      for (std::int64_t j = 0; j < 128; ++j) {
+        const double x = c.k.get(0, 0, h, j);
+        c.k.set(x, 0, t, h, j);
+        c.q.set(x, 0, t, h, j);
+        c.g.set(-12, 0, t, h, j);
+        c.v.set(c.v.get(0, t % 16, h, j), 0, t, h, j);
+      }
     }
   }
-  check(c, 5e-2);
-  check(c, 5e-2, scheduled(split_launches(5)));
+  check(c, 2e-2);
+  check(c, 2e-2, scheduled(split_launches(5)));
 }
 
 // Every step is exact in bf16, so the result is too: signed one-hot keys and queries with repeats,
@@ -388,12 +391,13 @@ TEST(EmulatedForward, NanStaysInItsRowsAcrossSegments) {
     for (std::int64_t h = 0; h < 2; ++h) {
       for (std::int64_t i = 0; i < 128; ++i) {
         // From the chunk on that holds it.
-        const bool lost = t < 200 ? (h == 0 && i == 3) || (h == 1 && i == 4)
-                                  : h == 0 && i == 7 && t >= 296;
+        const bool lost =
+            t < 200 ? (h == 0 && i == 3) || (h == 1 && i == 4) : h == 0 && i == 7 && t >= 296;
         if (lost) {
           ASSERT_TRUE(std::isnan(dirty.out.get(0, t, h, i))) << t << " " << h << " " << i;
         } else {
-          ASSERT_EQ(dirty.out.get(0, t, h, i), clean.out.get(0, t, h, i)) << t << " " << h << " " << i;
+          ASSERT_EQ(dirty.out.get(0, t, h, i), clean.out.get(0, t, h, i))
+              << t << " " << h << " " << i;
         }
       }
     }

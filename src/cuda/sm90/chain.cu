@@ -1,8 +1,7 @@
-#include "cuda/sm90/chain.h"
-
 #include <algorithm>
 
 #include "cuda/check.h"
+#include "cuda/sm90/chain.h"
 #include "cuda/sm90/launch.h"
 
 namespace flash_kda::sm90 {

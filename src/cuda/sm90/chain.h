@@ -54,14 +54,14 @@ struct ChainBlock {
     FLASH_KDA_UNROLL
     for (int i = 0; i < 4 * kTiles; ++i) {
       const float2 x = *reinterpret_cast<const float2*>(own(rows, i >> 2, i & 3));
-      float(&to)[4] = c[i >> 2][(i >> 1) & 1];
+      float (&to)[4] = c[i >> 2][(i >> 1) & 1];
       to[2 * (i & 1)] = x.x, to[2 * (i & 1) + 1] = x.y;
     }
   }
   FLASH_KDA_DEVICE void store(float* rows, const Tile (&c)[kTiles]) const {
     FLASH_KDA_UNROLL
     for (int i = 0; i < 4 * kTiles; ++i) {
-      const float(&from)[4] = c[i >> 2][(i >> 1) & 1];
+      const float (&from)[4] = c[i >> 2][(i >> 1) & 1];
       *reinterpret_cast<float2*>(own(rows, i >> 2, i & 3)) = {from[2 * (i & 1)],
                                                               from[2 * (i & 1) + 1]};
     }
@@ -70,7 +70,7 @@ struct ChainBlock {
   FLASH_KDA_DEVICE void share(SharedAddress buffer, const Tile (&c)[kTiles]) const {
     FLASH_KDA_UNROLL
     for (int i = 0; i < 4 * kTiles; ++i) {
-      const float(&from)[4] = c[i >> 2][(i >> 1) & 1];
+      const float (&from)[4] = c[i >> 2][(i >> 1) & 1];
       const float x = from[2 * (i & 1)], y = from[2 * (i & 1) + 1];
       const std::uint32_t high = pack_bf16(x, y);
       const SharedAddress at = buffer + (16 * (i >> 2) + g() + 8 * (i & 1)) * kPitch +
@@ -93,9 +93,11 @@ struct ChainBlock {
 
   // c += S P for this warp's columns.
   FLASH_KDA_DEVICE void multiply(SharedAddress state, SharedAddress map, Tile (&c)[kTiles]) const {
-    // Blocks (rows 0..7 | 8..15) x (columns 0..7 | 8..15) of P; transposed, they are right operands.
+    // Blocks (rows 0..7 | 8..15) x (columns 0..7 | 8..15) of P; transposed, they are right
+    // operands.
     const int map_row = (lane & 7) + ((lane >> 3) & 1) * 8;
-    const SharedAddress map_at = map + map_row * kMapRowBytes + map_unit(map_row, 2 * warp + (lane >> 4));
+    const SharedAddress map_at =
+        map + map_row * kMapRowBytes + map_unit(map_row, 2 * warp + (lane >> 4));
     const SharedAddress state_at = state + (lane & 15) * kPitch + (lane >> 4) * 16;
     float small[kTiles][2][4] = {};  // products with what bf16 leaves: a second chain of sums
     FLASH_KDA_UNROLL
@@ -117,7 +119,8 @@ struct ChainBlock {
       }
     }
     FLASH_KDA_UNROLL
-    for (int i = 0; i < 8 * kTiles; ++i) c[i / 8][i / 4 % 2][i % 4] += small[i / 8][i / 4 % 2][i % 4];
+    for (int i = 0; i < 8 * kTiles; ++i)
+      c[i / 8][i / 4 % 2][i % 4] += small[i / 8][i / 4 % 2][i % 4];
   }
 
   FLASH_KDA_DEVICE void item(const Chain& chain, int head, int row_block) {

@@ -103,8 +103,8 @@ void place_workspace(const ForwardPlan& plan, const Workspace& w, char* workspac
   }
   if (w.splits > 0) {
     constexpr std::int64_t kElements = std::int64_t{kKeyDim} * kValueDim;
-    params.slots = {workspace + w.slots_at, plan.value_heads * kElements, kElements, kKeyDim,
-                    false, true};
+    params.slots = {
+        workspace + w.slots_at, plan.value_heads * kElements, kElements, kKeyDim, false, true};
   }
 }
 

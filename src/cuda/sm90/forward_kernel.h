@@ -6,19 +6,19 @@
 // |---------|----------------|-----------------------------------------------------|--------------|
 // | load    | 1              | q, k, g, V in; O out                                | load.h       |
 // | prepare | 8 or 12        | gate, running decay, norms; K1, Q1, K2; A_qk        | prepare.h    |
-// | solve   | 3              | A_kk, the triangular inverse; X, M                  | solve.h      |
+// | solve   | 3              | A_kk, the triangular inverse: X, r                  | solve.h      |
 // | state   | 4 or 8         | the recurrence; 64 V columns a warpgroup            | recurrence.h |
 //
-// Block::kStateGroups = 2: a block computes all 128 V columns of a head. Block::kStateGroups = 1: two blocks
-// share a head and each repeats the preparation; the same bits come out, since columns of V never
-// meet.
+// Block::kStateGroups = 2: a block computes all 128 V columns of a head. Block::kStateGroups = 1:
+// two blocks share a head and each repeats the preparation; the same bits come out, since columns
+// of V never meet.
 //
 // Barriers, per stage n % 6 of chunk n:
 //   loaded -> prepared -> solved -> released -> loaded again, by chunk n + 6
 // and per value slot n % 3:
 //   value loaded -> output ready -> stored, then loaded again
 //
-// Shared memory with two state groups, KiB: stages 144, M and X 16, A_qk 24, V and O 24, tables and
+// Shared memory with two state groups, KiB: stages 144, X and r 16, A_qk 24, V and O 24, tables and
 // barriers 19.
 #pragma once
 
@@ -33,7 +33,7 @@ template <class Block>
 FLASH_KDA_DEVICE void initialize_shared(SharedAddress base, int thread) {
   using Layout = SharedLayout<Block>;
   using Blocks = Roles<Block>;
-  // The blocks above the diagonal of M, X and A_qk stay zero from here on.
+  // The blocks above the diagonal of X and A_qk stay zero from here on.
   for (int at = Layout::kSolutionAt + 16 * thread; at < Layout::kValueAt;
        at += 16 * Blocks::kThreads) {
     store_u32x4(base + at, uint4{0, 0, 0, 0});

@@ -41,26 +41,30 @@ struct LoadRole {
   FLASH_KDA_DEVICE int batch(const ChunkDescriptor& d) const {
     return params.cu_seqlens != nullptr ? 0 : d.sequence;
   }
-  FLASH_KDA_DEVICE static int head(const ChunkDescriptor& d) { return d.head_block / Block::kItemsPerHead; }
+  FLASH_KDA_DEVICE static int head(const ChunkDescriptor& d) {
+    return d.head_block / Block::kItemsPerHead;
+  }
   FLASH_KDA_DEVICE static int value_column(const ChunkDescriptor& d) {
     return d.head_block % Block::kItemsPerHead * (Block::kStateGroups * kGroupValues);
   }
   FLASH_KDA_DEVICE SharedAddress value_tile(int group, int n) const {
-    return base + Layout::kValueAt + (group * Block::kValueSlots + n % Block::kValueSlots) * kTileBytes;
+    return base + Layout::kValueAt +
+           (group * Block::kValueSlots + n % Block::kValueSlots) * kTileBytes;
   }
   FLASH_KDA_DEVICE static int slot_barrier(int group, int n) {
     return 8 * (group * Block::kValueSlots + n % Block::kValueSlots);
   }
 
-  FLASH_KDA_DEVICE void load_stage(const ChunkDescriptor& d, const StreamPosition<Block>& at) const {
+  FLASH_KDA_DEVICE void load_stage(const ChunkDescriptor& d,
+                                   const StreamPosition<Block>& at) const {
     const SharedAddress barrier = base + Layout::kLoaded + 8 * at.stage;
     if (d.stop() || d.rows() == 0) {
       barrier_arrive(barrier);
       return;
     }
     barrier_arrive_expect(barrier, Block::kStageBytes);
-    load_chunk<Block>(maps, base + Layout::kStageAt + at.stage * Block::kStageBytes, barrier, head(d),
-               d.key_head, d.token, batch(d));
+    load_chunk<Block>(maps, base + Layout::kStageAt + at.stage * Block::kStageBytes, barrier,
+                      head(d), d.key_head, d.token, batch(d));
   }
 
   // The state that a span starts from, on its way to L2 before the state role asks for it.
@@ -71,10 +75,9 @@ struct LoadRole {
     if (s.data == nullptr || s.row_stride != kKeyDim) return;
     constexpr int kElements = Block::kStateGroups * kGroupValues * kKeyDim;
     const int size = s.bf16 ? 2 : 4;
-    const char* from =
-        static_cast<const char*>(s.data) +
-        size * ((callers ? d.sequence : d.initial) * s.slot_stride + head(d) * s.head_stride +
-                value_column(d) * s.row_stride);
+    const char* from = static_cast<const char*>(s.data) +
+                       size * ((callers ? d.sequence : d.initial) * s.slot_stride +
+                               head(d) * s.head_stride + value_column(d) * s.row_stride);
     if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) prefetch_to_l2(from, size * kElements);
   }
 
@@ -108,7 +111,8 @@ struct LoadRole {
   FLASH_KDA_DEVICE void store_output(const ChunkDescriptor& d, int n) const {
     FLASH_KDA_UNROLL
     for (int group = 0; group < Block::kStateGroups; ++group) {
-      barrier_wait(base + Layout::kOutputReady + slot_barrier(group, n), (n / Block::kValueSlots) & 1);
+      barrier_wait(base + Layout::kOutputReady + slot_barrier(group, n),
+                   (n / Block::kValueSlots) & 1);
       fence_async_proxy();  // the state role's writes, before the copy engine reads them: here it
                             // holds up nobody
       if (Block::kMaps && d.map()) {  // there is none
@@ -136,7 +140,8 @@ struct LoadRole {
     for (; end < 0 || at.n < end + Block::kStages; at.advance(1)) {
       const int n = at.n;
       const int done =
-          n - Block::kStages;  // the state role has left this chunk behind once its stage is released
+          n -
+          Block::kStages;  // the state role has left this chunk behind once its stage is released
       const bool finished = done >= 0 && (end < 0 || done < end);
       ChunkDescriptor incoming = {};
       if (stops < kStopChunks) incoming = work.next(lane);  // before the wait, not after it

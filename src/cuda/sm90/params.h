@@ -53,7 +53,7 @@ struct ForwardParams {
   const Span* spans[3] = {};      // by Queue, longest first
   const Chain* chains = nullptr;  // of split sequences
   Segments segments;              // of every sequence of a batch
-  StateParams slots;  // workspace: S, R and P of segments, [slot, HV, 128, 128] fp32
+  StateParams slots;              // workspace: S, R and P of segments, [slot, HV, 128, 128] fp32
 
   std::int32_t sequences = 0, heads = 0, tokens = 0;  // N, HV, T
   std::int32_t heads_per_key = 1;                     // HV / H

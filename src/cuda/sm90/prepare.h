@@ -83,8 +83,8 @@ struct PrepareRole {
     // Left operand: rows 0..7 | 8..15 of units u, then of u + 1. Right: units u, u + 1 of rows
     // 0..7, then of 8..15.
     const int r = lane & 7;
-    const SharedAddress rows =
-        stage + channel_half() * Block::kChannelHalfBytes + Block::kTileQ + side() * kHalf * kRowBytes;
+    const SharedAddress rows = stage + channel_half() * Block::kChannelHalfBytes + Block::kTileQ +
+                               side() * kHalf * kRowBytes;
     const SharedAddress left = rows + (lane & 15) * kRowBytes + (((lane >> 4) ^ r) << 4);
     const SharedAddress right =
         rows + ((lane >> 4) * 8 + r) * kRowBytes + ((((lane >> 3) & 1) ^ r) << 4);
@@ -210,8 +210,8 @@ struct PrepareRole {
   FLASH_KDA_DEVICE void query_scores(SharedAddress stage, int stage_index) const {
     const int row_half = warp == 0 ? 0 : 1, column_half = warp == 2 ? 1 : 0;
     const int r = lane & 7, g = lane >> 2, t = lane & 3;
-    SharedAddress left =
-        stage + Block::kTileQ + (row_half * kHalf + (lane & 15)) * kRowBytes + (((lane >> 4) ^ r) << 4);
+    SharedAddress left = stage + Block::kTileQ + (row_half * kHalf + (lane & 15)) * kRowBytes +
+                         (((lane >> 4) ^ r) << 4);
     SharedAddress right = stage + Block::kTileG +
                           (column_half * kHalf + ((lane >> 4) << 3) + r) * kRowBytes +
                           ((((lane >> 3) & 1) ^ r) << 4);

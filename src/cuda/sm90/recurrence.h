@@ -4,7 +4,7 @@
 //   S   <- S diag(step)                     step: decay from middle to middle, times 2^96
 //   [P | O] = S [K1; Q1]^T                  S rounded to bf16; K1 is negated, so P = -S K^T
 //   S   <- S 2^-96                          while that product runs
-//   Y   = V^T X^T + P M^T                   V as it came; P rounded to bf16; M carries 2^-96
+//   Y   = V^T X^T + (P diag(r)) X^T         V as it came; P r rounded to bf16; r carries 2^-96
 //   W   = Y diag(update scale)              fp32, then rounded to bf16
 //   S   <- S + W K2
 //   O   <- (O + W A_qk^T) diag(query scale) W, A_qk in two bf16 parts; A_qk carries 2^96, the scale
@@ -84,7 +84,8 @@ struct StateRole {
     const std::int64_t at = state_offset(s, d, initial == kCallersState ? d.sequence : initial);
     if (!s.bf16) {
       const float* p = static_cast<const float*>(s.data) + at;
-      s.pairs ? load_rows<float2>(p, s.row_stride, state) : load_rows<float>(p, s.row_stride, state);
+      s.pairs ? load_rows<float2>(p, s.row_stride, state)
+              : load_rows<float>(p, s.row_stride, state);
     } else {
       const std::uint16_t* p = static_cast<const std::uint16_t*>(s.data) + at;
       s.pairs ? load_rows<std::uint32_t>(p, s.row_stride, state)
@@ -221,8 +222,8 @@ struct StateRole {
     }
   }
 
-  // One chunk: S moves on (of a map too: its O, of whatever q holds, goes nowhere), `output` receives the packed O of this chunk after `pending` was handed
-  // over.
+  // One chunk: S moves on (of a map too: its O, of whatever q holds, goes nowhere), `output`
+  // receives the packed O of this chunk after `pending` was handed over.
   FLASH_KDA_DEVICE void chunk(float (&state)[64], std::uint32_t (&output)[8], bool pending,
                               int rows, const StreamPosition<Block>& at) const {
     const SharedAddress stage = base + Layout::kStageAt + at.stage * Block::kStageBytes;
@@ -243,8 +244,8 @@ struct StateRole {
     wgmma_fence();
     FLASH_KDA_UNROLL
     for (int k = 0; k < 8; ++k) {
-      wgmma_n64(p, o, s + 4 * k, keys_queries + (k >> 2) * (Block::kChannelHalfBytes >> 4) + (k & 3) * 2,
-                k > 0);
+      wgmma_n64(p, o, s + 4 * k,
+                keys_queries + (k >> 2) * (Block::kChannelHalfBytes >> 4) + (k & 3) * 2, k > 0);
     }
     wgmma_commit();
     if (pending) hand_over_output(output, at.n - 1);
@@ -256,12 +257,19 @@ struct StateRole {
     std::uint32_t operand[8];
     load_values(at.n, rows, operand);
     const SharedAddress scales = base + at.table() * kRowTableBytes + 8 * t();
+    float2 rate[4];  // of tokens 8j + 2t and + 1
+    FLASH_KDA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      rate[j] = load_f32x2(base + Layout::kSolutionAt + slot * kTileBytes + (j >> 1) * kRowBytes +
+                           32 * (j & 1) + 8 * t());
+    }
     wgmma_wait<0>();
     wgmma_touch(p);
     wgmma_touch(o);
     std::uint32_t packed[8];
     FLASH_KDA_UNROLL
-    for (int i = 0; i < 8; ++i) packed[i] = pack_bf16(p[2 * i], p[2 * i + 1]);
+    for (int i = 0; i < 8; ++i)
+      packed[i] = pack_bf16(p[2 * i] * rate[i >> 1].x, p[2 * i + 1] * rate[i >> 1].y);
     float y[16];
     wgmma_touch(y);
     wgmma_fence();
@@ -270,7 +278,7 @@ struct StateRole {
     FLASH_KDA_UNROLL
     for (int k = 0; k < 2; ++k) wgmma_n32(y, operand + 4 * k, solution + 4 + k * 2, k > 0);
     FLASH_KDA_UNROLL
-    for (int k = 0; k < 2; ++k) wgmma_n32(y, packed + 4 * k, solution + k * 2, true);
+    for (int k = 0; k < 2; ++k) wgmma_n32(y, packed + 4 * k, solution + 4 + k * 2, true);
     wgmma_commit();
     float2 scale[4];  // of tokens 8j + 2t and + 1
     FLASH_KDA_UNROLL

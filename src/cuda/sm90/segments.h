@@ -51,7 +51,8 @@ struct SegmentRule {
 
   static FLASH_KDA_HOST_DEVICE SegmentRule of(std::int64_t heads, std::int32_t multiprocessors) {
     SegmentRule rule;
-    // With fewer than four blocks a head two launches take longer than one with half a head a block.
+    // With fewer than four blocks a head two launches take longer than one with half a head a
+    // block.
     if (heads <= 0 || 4 * heads > multiprocessors) return rule;
     rule.most = static_cast<std::int32_t>(multiprocessors / heads) + 1;
     // Shorter ones gain little (8 heads: 2048 tokens, 16: 4096, 32: 8192), and the workspace of a
@@ -102,7 +103,8 @@ struct alignas(16) Span {
   std::int32_t unused[2] = {0, 0};
 };
 
-// The chain of one split sequence: S_1 lies in slot `state`, S_(j+1) replaces R_j in slot state + j.
+// The chain of one split sequence: S_1 lies in slot `state`, S_(j+1) replaces R_j in slot state +
+// j.
 struct Chain {
   std::int32_t state = 0;
   std::int32_t inner = 0;  // steps
@@ -140,7 +142,8 @@ FLASH_KDA_HOST_DEVICE Span map_span(const Segments& s, std::int32_t j, std::int3
   return span;
 }
 
-// What the schedule kernel found out about a packed batch, in device memory; lists of spans beside it.
+// What the schedule kernel found out about a packed batch, in device memory; lists of spans beside
+// it.
 struct Schedule {
   std::int32_t spans[3];  // by Queue
   std::int32_t taken[2];  // items that blocks took beyond their first ones: second launch, first

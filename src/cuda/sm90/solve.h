@@ -4,18 +4,20 @@
 // eps), b_i the writing strength and W_i = u_i r_i the update that goes with the raw key, the delta
 // rule of a chunk is, for Y_i = W_i / (b_i r_i),
 //
-//   (I + diag(r) A_kk diag(b r)) Y = V - diag(r) (S K^T)^T    =>    Y = X V + M (-S K1^T)^T
-//   X = (I + diag(r) A_kk diag(b r))^-1        M = X diag(r)        W = diag(b r) Y
+//   (I + diag(r) A_kk diag(b r)) Y = V - diag(r) (S K^T)^T    =>    Y = X (V + diag(r) (-S K1^T)^T)
+//   X = (I + diag(r) A_kk diag(b r))^-1        W = diag(b r) Y
 //
-// X has a unit diagonal, so that a token's own value passes without rounding; b r is applied in
-// fp32. |k_i|^2 is the diagonal of A_kk. X by fp32 substitution in 8x8 blocks, merged 8 -> 16 -> 32
-// by tf32 products with fp32 sums: with N = -diag(r) A_kk diag(b r) (strictly lower) and X = I + N
-// X, the block below the diagonal is X11 N10 X00. No power series anywhere: nearly parallel keys
-// make N large, and the inverse is benign all the same.
+// X has a unit diagonal, so that a token's own value passes without rounding; r and b r are applied
+// in fp32. One X serves both terms: of nearly parallel keys its rows sum to nearly nothing, while
+// those of X diag(r), rounded by itself, need not, and O adds up what they leave (identical keys:
+// 6e-2 instead of 9e-3). |k_i|^2 is the diagonal of A_kk. X by fp32 substitution in 8x8 blocks,
+// merged 8 -> 16 -> 32 by tf32 products with fp32 sums: with N = -diag(r) A_kk diag(b r) (strictly
+// lower) and X = I + N X, the block below the diagonal is X11 N10 X00. No power series anywhere:
+// nearly parallel keys make N large, and the inverse is benign all the same.
 //
 // Blocks live in accumulator layout: lane 4g + t holds elements (g, 2t) and (g, 2t + 1) of an 8x8
 // block. A product takes its left operand so, and its right operand so when that is given
-// transposed. Rounding: N and X to tf32 between merges; X and M to bf16.
+// transposed. Rounding: N and X to tf32 between merges; X to bf16.
 //
 // Rows of extreme norm: the prepare role works on raw rows. Where a squared norm turns out above
 // kPlainSquaredNorm (or not finite) the solver loads the chunk again, gives every row of k and q a
@@ -89,9 +91,10 @@ struct SolveRole {
     FLASH_KDA_UNROLL
     for (int i = 0; i < 24; ++i) c[i / 8][i / 4 % 2][i % 4] = 0.0f;
     const int r = lane & 7;
-    SharedAddress left_at = stage + Block::kTileK + (lane & 15) * kRowBytes + (((lane >> 4) ^ r) << 4);
-    SharedAddress right_at =
-        stage + Block::kTileG + (r + ((lane >> 4) << 3)) * kRowBytes + ((((lane >> 3) & 1) ^ r) << 4);
+    SharedAddress left_at =
+        stage + Block::kTileK + (lane & 15) * kRowBytes + (((lane >> 4) ^ r) << 4);
+    SharedAddress right_at = stage + Block::kTileG + (r + ((lane >> 4) << 3)) * kRowBytes +
+                             ((((lane >> 3) & 1) ^ r) << 4);
     FLASH_KDA_NO_UNROLL
     for (int half = 0; half < 2; ++half) {
       FLASH_KDA_UNROLL
@@ -223,10 +226,11 @@ struct SolveRole {
     return norm;
   }
 
-  // X and M of a chunk from its scores, and the scale of its updates. `c`: -A_kk; `shifts`: powers
+  // X and r of a chunk from its scores, and the scale of its updates. `c`: -A_kk; `shifts`: powers
   // of two of the rows of k, or 0.
   FLASH_KDA_DEVICE void write_solution(const float (&c)[3][2][4], SharedAddress shifts, float beta,
-                                       SharedAddress solution, const StreamPosition<Block>& at) const {
+                                       SharedAddress solution,
+                                       const StreamPosition<Block>& at) const {
     Block8 n[10];
     float rate[4];  // r of row 8i + g
     {
@@ -264,19 +268,19 @@ struct SolveRole {
       const Block8& b = n[lower(r, col)];
       return pack_bf16(b.x0, b.x1);
     });
-    float column[4][2];  // M = X diag(r); the products of the state are times 2^96 2^-8
-    FLASH_KDA_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      column[i][0] = shuffle(rate[i], 8 * t()) * (kUnboost * kValueUnscale);
-      column[i][1] = shuffle(rate[i], 8 * t() + 4) * (kUnboost * kValueUnscale);
+    // r beside X, in the half of rows 0 and 1 that X leaves free; the products of the state are
+    // times 2^96 2^-8.
+    if (t() == 0) {
+      FLASH_KDA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        store_f32(solution + (i >> 1) * kRowBytes + (8 * (i & 1) + g()) * 4,
+                  rate[i] * (kUnboost * kValueUnscale));
+      }
     }
-    store_lower(solution, 0, [&](int r, int col) {
-      const Block8& b = n[lower(r, col)];
-      return pack_bf16(b.x0 * column[col][0], b.x1 * column[col][1]);
-    });
   }
 
-  FLASH_KDA_DEVICE void solve_chunk(const ChunkDescriptor& d, const StreamPosition<Block>& at) const {
+  FLASH_KDA_DEVICE void solve_chunk(const ChunkDescriptor& d,
+                                    const StreamPosition<Block>& at) const {
     const SharedAddress stage = base + Layout::kStageAt + at.stage * Block::kStageBytes;
     const int slot = at.n & (kSolutionSlots - 1), table = at.table();
     const SharedAddress solution = base + Layout::kSolutionAt + slot * kTileBytes;
@@ -324,7 +328,8 @@ struct SolveRole {
               shifts_help ? from_bits(static_cast<std::uint32_t>(254 - exponent) << 23) : 1.0f);
   }
 
-  FLASH_KDA_DEVICE void prepare_shifted(const ChunkDescriptor& d, const StreamPosition<Block>& at) const {
+  FLASH_KDA_DEVICE void prepare_shifted(const ChunkDescriptor& d,
+                                        const StreamPosition<Block>& at) const {
     const SharedAddress stage = base + Layout::kStageAt + at.stage * Block::kStageBytes;
     const SharedAddress barrier = base + Layout::kReloaded + 8 * warp;
     fence_async_proxy();  // the copy engine overwrites what the prepare role wrote
@@ -332,8 +337,8 @@ struct SolveRole {
     if (lane == 0) {
       const int batch = params.cu_seqlens != nullptr ? 0 : d.sequence;
       barrier_arrive_expect(barrier, Block::kStageBytes);
-      load_chunk<Block>(maps, stage, barrier, d.head_block / Block::kItemsPerHead, d.head_block / Block::kItemsPerHead / params.heads_per_key, d.token,
-                 batch);
+      load_chunk<Block>(maps, stage, barrier, d.head_block / Block::kItemsPerHead,
+                        d.head_block / Block::kItemsPerHead / params.heads_per_key, d.token, batch);
     }
     const SharedAddress parity_at = base + Layout::kReloadParityAt + 4 * warp;
     const std::uint32_t parity = load_u32(parity_at);

@@ -95,8 +95,8 @@ template <class Block>
 class WorkCursor {
  public:
   FLASH_KDA_DEVICE explicit WorkCursor(const ForwardParams& p) : params_(p), item_(block_index()) {
-    full_items_ = spans(Block::kMaps ? Queue::kFirst : Queue::kRest) * params_.heads *
-                  Block::kItemsPerHead;
+    full_items_ =
+        spans(Block::kMaps ? Queue::kFirst : Queue::kRest) * params_.heads * Block::kItemsPerHead;
     items_ = full_items_ + (Block::kMaps ? spans(Queue::kInner) * params_.heads * 2 : 0);
   }
 
@@ -210,7 +210,8 @@ class WorkCursor {
   int full_items_, items_;
   int taken_ = 0;  // lane 0: the number asked for
   bool asked_ = true, first_item_ = true;
-  int sequence_ = 0, head_block_ = 0, key_head_ = 0, token_ = 0, initial_ = 0, final_ = 0, kind_ = 0;
+  int sequence_ = 0, head_block_ = 0, key_head_ = 0, token_ = 0, initial_ = 0, final_ = 0,
+      kind_ = 0;
   int remaining_ = -1;  // tokens left of the open item; -1: none is open
   bool first_ = false;
   int stops_left_ = kStopChunks;

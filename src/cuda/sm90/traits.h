@@ -16,8 +16,8 @@ constexpr int kWarp = 32;
 constexpr int kWarpgroup = 128;
 
 // ---- rings -------------------------------------------------------------------------------------
-constexpr int kTableSlots = 8;     // per-chunk tables and descriptors; a power of two above the stages
-constexpr int kSolutionSlots = 4;  // chunks of M and X
+constexpr int kTableSlots = 8;  // per-chunk tables and descriptors; a power of two above the stages
+constexpr int kSolutionSlots = 4;  // chunks of X and r
 
 constexpr int kSolverWarps = 3;  // warps of the solve role; they take every third chunk
 constexpr int kStopChunks = 3;   // end marks in the stream: one for each solver warp
@@ -93,7 +93,8 @@ struct SharedLayout {
   static constexpr int kStages = Block::kStages, kStateGroups = Block::kStateGroups;
   static constexpr int kValueSlots = Block::kValueSlots;
   static constexpr int kStageAt = 0;
-  // M and X of a chunk, 64 bytes of a row each.
+  // X of a chunk, in the second 64 bytes of its rows, as the swizzle goes; r in the first 64 of
+  // rows 0 and 1.
   static constexpr int kSolutionAt = kStageAt + kStages * Block::kStageBytes;
   // A_qk by stage: its bf16 and what the rounding left, 64 bytes of a row each.
   static constexpr int kQueryScoreAt = kSolutionAt + kSolutionSlots * kTileBytes;
@@ -115,7 +116,7 @@ struct SharedLayout {
   static constexpr int kPrepared =
       kLoaded + 8 * kStages;  // K1, Q1, K2, A_qk and the tables are written
   static constexpr int kSolved =
-      kPrepared + 8 * kStages;  // M, X, scales and the step factor are written
+      kPrepared + 8 * kStages;  // X, r, scales and the step factor are written
   static constexpr int kReleased = kSolved + 8 * kStages;  // the state role is done with the stage
   static constexpr int kValueLoaded = kReleased + 8 * kStages;  // [group][slot]
   static constexpr int kOutputReady =

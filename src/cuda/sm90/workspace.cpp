@@ -32,7 +32,8 @@ Workspace workspace_of(const ForwardPlan& plan, bool scheduled) {
     if (rule.splits() && rule.fewest <= chunks) {
       // A sequence of c chunks has at most c / kSegmentChunks segments, and it has more than
       // 32 (c - 1) tokens.
-      w.splits = std::min(plan.sequences, plan.tokens / ((std::int64_t{rule.fewest} - 1) * kChunk + 1));
+      w.splits =
+          std::min(plan.sequences, plan.tokens / ((std::int64_t{rule.fewest} - 1) * kChunk + 1));
       w.inner = std::min(w.splits * (rule.most - 2),
                          (plan.tokens / kChunk + w.splits) / SegmentRule::kSegmentChunks);
       w.slots = 2 * w.inner + w.splits;
@@ -41,8 +42,8 @@ Workspace workspace_of(const ForwardPlan& plan, bool scheduled) {
   }
   const auto place = [&](std::int64_t count, std::size_t size) {
     const std::size_t at = w.bytes;
-    w.bytes = (at + static_cast<std::size_t>(count) * size + kAlignment - 1) / kAlignment *
-              kAlignment;
+    w.bytes =
+        (at + static_cast<std::size_t>(count) * size + kAlignment - 1) / kAlignment * kAlignment;
     return at;
   };
   if (w.scheduled) {
