@@ -190,8 +190,11 @@ def difference(args: Keywords, got, want) -> float:
     A head's own would say nothing where a sequence is one token without a state: its output is
     v times q k, which may all but vanish while what bf16 leaves of q and k does not.
     """
-    worst = [relative_rms(got[0][b, span], want[0][b, span], (0, 1, 2)) for b, span in spans(args)
-             if got[0][b, span].shape[0]]
+    worst = [
+        relative_rms(got[0][b, span], want[0][b, span], (0, 1, 2))
+        for b, span in spans(args)
+        if got[0][b, span].shape[0]
+    ]
     if got[1] is not None:
         worst.extend(relative_rms(got[1], want[1], (1, 2, 3)).flat)
     return float(max(worst))

@@ -148,7 +148,9 @@ def test_fwd_with_inputs_of_jax_and_outputs_of_cupy():
 @GPU
 def test_what_the_gpu_does_not_serve_is_named():
     p = problem(F32)
-    with pytest.raises((NotImplementedError, jax.errors.JaxRuntimeError), match="expected bfloat16 on cuda:0"):
+    with pytest.raises(
+        (NotImplementedError, jax.errors.JaxRuntimeError), match="expected bfloat16 on cuda:0"
+    ):
         jax.block_until_ready(placed(p, "gpu").chunk_kda())
 
 

@@ -65,11 +65,15 @@ class Row:
         return max(ratios)
 
 
-# The CUDA backend's figures outside their bounds that are known: relative RMS of out. Its operands
-# are bf16 within a chunk, and out is far smaller than the terms that cancel in it. A row within
-# `_KNOWN_SLACK` of its figure is shown as a known shortfall; anything worse is a failure.
+# The CUDA backend's figures outside their bounds that are known: relative RMS of out, or the figure
+# that a property goes by. A row within `_KNOWN_SLACK` of its figure is shown as a known shortfall;
+# anything worse is a failure.
+#
+# T16: one go of few heads is cut into segments whose states come by another way than the pieces'
+# (docs/numerics.md); both are right to 3.3e-3, and they lie apart by a little more than the 2e-3
+# that is asked for. With sequence_split=False they meet it.
 KNOWN_SHORTFALLS: dict[tuple[str, str], float] = {
-    ("T1", "cosine 0.99"): 1.26e-2,
+    ("T16", "pieces on chunk borders"): 2.1e-3,
 }
 _KNOWN_SLACK = 1.25
 # The note of a row whose call was run again with sequences in one piece.
@@ -275,6 +279,14 @@ class Checker:
     def expect(self, case: str, holds: bool, note: str) -> None:
         """A property that either holds or not."""
         self.rows.append(Row(self.input, case, bool(holds), note=note))
+
+    def within(self, case: str, figure: float, bound: float, note: str, shortfall: str) -> None:
+        """A property by its figure; `shortfall` names it in KNOWN_SHORTFALLS."""
+        known = KNOWN_SHORTFALLS.get((self.input, shortfall))
+        missed = ""
+        if known is not None and self.device != "cpu" and bound < figure <= _KNOWN_SLACK * known:
+            missed = f"known shortfall of the CUDA backend: {known:.1e} measured"
+        self.rows.append(Row(self.input, case, figure <= bound, note=note, known=missed))
 
     def same(self, case: str, a: Array | None, b: Array | None, note: str) -> None:
         """Two results that must agree bit for bit."""

@@ -53,10 +53,7 @@ def _identical_keys(c: Checker, tokens: int, keys: Array) -> Problem:
 
 
 def t1(c: Checker) -> None:
-    """Every key the same row under full writes and almost no decay; then nearly the same.
-
-    Keys of cosine 0.99: the CUDA backend is known to miss the bound of out (KNOWN_SHORTFALLS).
-    """
+    """Every key the same row under full writes and almost no decay; then nearly the same."""
     tokens = c.tokens(16384, 2048)
     rng = c.rng()
     row = rng.standard_normal(128)

@@ -108,11 +108,11 @@ _CUDA_CHUNK = 32
 def t16(c: Checker) -> None:
     """One go against pieces with a carried fp32 state, on and off the borders of any chunk.
 
-    On a GPU, pieces cut at multiples of its chunk take the same steps as one go but for the state's
-    way through memory, which rounds once more. Cut elsewhere, their chunks have other borders than
-    those of one go, so operands round to bf16 differently: two right answers lie up to 1e-2 apart
-    there (2e-3 on the CPU, which computes in fp32), and the pieces are held to the oracle as one go
-    is.
+    On a GPU, pieces cut at multiples of its chunk take the same steps as one go in one piece but
+    for the state's way through memory, which rounds once more; one go that is cut into segments
+    does not (KNOWN_SHORTFALLS). Cut elsewhere, their chunks have other borders than those of one
+    go, so operands round to bf16 differently: two right answers lie up to 1e-2 apart there (2e-3 on
+    the CPU, which computes in fp32), and the pieces are held to the oracle as one go is.
     """
     tokens = c.tokens(32768, 2048)
     p = ordinary(c.rng(), Shape(4, tokens), g=(-6, 1), beta=(-2, 1), state_in=FP32)
@@ -133,8 +133,9 @@ def t16(c: Checker) -> None:
         exact = same_bits(pieces.out, whole.out) and same_bits(pieces.final, whole.final)
         note = "bitwise as in one go" if exact else f"differs from one go by {max(apart):.1e}"
         on_borders = all(cut % _CUDA_CHUNK == 0 for cut in cuts)
-        held = max(apart) <= (2e-3 if c.device == "cpu" or on_borders else 1e-2)
-        c.expect(case, held, note)
+        bound = 2e-3 if c.device == "cpu" or on_borders else 1e-2
+        shortfall = "pieces on chunk borders" if on_borders else case
+        c.within(case, float(max(apart)), bound, note, shortfall)
 
 
 def in_pieces(c: Checker, p: Problem, cuts: list[int]) -> Result:
