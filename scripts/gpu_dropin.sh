@@ -9,7 +9,7 @@
 #   --wheels DIR      install these wheels into that folder first, without a registry (fla_core, flash_linear_attention)
 #   --out DIR         logs and JSON files go there (default build-gpu/dropin)
 #   --quick           the model with 2 layers, one row of its table
-#   --limit SECONDS   most time for each part (default 150)
+#   --limit SECONDS   most time for each part (default 300)
 #
 # Environment: PYTHON (default python3; it needs torch, triton, pytest, numpy, ml_dtypes, einops, transformers).
 # What Triton compiles for the model is compiled beside the torch tests; that tuning is thrown away, since other work
@@ -21,7 +21,7 @@ export PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 site=build-gpu/site
 out=build-gpu/dropin
-wheels="" quick=0 limit=150
+wheels="" quick=0 limit=300
 wanted=()
 
 die() {

@@ -189,7 +189,7 @@ def test_a_known_shortfall_is_no_failure_until_it_grows(
 
 
 @pytest.mark.parametrize(
-    ("figure", "device", "ok", "failed"),
+    ("figure", "where", "ok", "failed"),
     [
         (2e-3, "cuda", True, False),
         (2.5e-3, "cuda", False, False),
@@ -197,8 +197,8 @@ def test_a_known_shortfall_is_no_failure_until_it_grows(
         (2.5e-3, "cpu", False, True),
     ],
 )
-def test_a_known_property_too(figure: float, device: str, ok: bool, failed: bool) -> None:
-    c = Checker("T16", device, quick=True)
+def test_a_known_property_too(figure: float, where: str, ok: bool, failed: bool) -> None:
+    c = Checker("T16", where, quick=True)
     c.within("pieces", figure, 2e-3, "", "pieces on chunk borders")
     (row,) = c.rows
     assert (row.ok, row.failed) == (ok, failed)

@@ -61,6 +61,9 @@ def t1(c: Checker) -> None:
     tokens = c.tokens(4096)
     signs = np.where(np.arange(tokens) % 2, -1.0, 1.0)[:, None]
     c.accuracy("signs by turns", _identical_keys(c, tokens, row * signs), CANCELLING)
+    even = np.where(row < 0, -1.0, 1.0) * _awkward_element()
+    keys = np.tile(even, (tokens, 1))
+    c.accuracy("norm between two of bf16", _identical_keys(c, tokens, keys), CANCELLING)
     p = _identical_keys(c, tokens, np.tile(row, (tokens, 1)))
     c.accuracy("random beta", p.but(beta=normal(c.rng(2), p.beta.shape)), CANCELLING)
     for cosine in (0.95, 0.99):
@@ -72,6 +75,17 @@ def t1(c: Checker) -> None:
         _identical_keys(c, tokens, np.abs(rng.standard_normal((tokens, 128)))),
         STRESS,
     )
+
+
+def _awkward_element() -> float:
+    """A |k_i| such that 1 / |k| and 1 / |k| times T1's strength round to two numbers of bf16.
+
+    Then what is rounded after that product does not cancel.
+    """
+    elements = np.arange(128, 256) / 128
+    rate = 1 / np.sqrt(128 * elements**2 + 1e-6)
+    apart = rate.astype(BF16) != (rate / (1 + np.exp(-8.0))).astype(BF16)
+    return float(elements[apart][0])
 
 
 def near(rng: np.random.Generator, row: Array, count: int, cosine: float) -> Array:
