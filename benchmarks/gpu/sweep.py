@@ -213,6 +213,10 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Shape] | None = 
         path = args.out or environment.ROOT / f"benchmarks/results/{stem}.json"
         digest = environment.kernel_digest()
         results = record.new(where, environment.commit(args.commit), digest)
+        if path.exists() and not args.merge:
+            raise ValueError(
+                f"{path} is there: --merge keeps its other rows, --out writes elsewhere"
+            )
         if args.merge:
             results = record.merged(path, results)
     except ValueError as error:

@@ -687,7 +687,11 @@ def test_sweep_writes_rows_and_summary(tmp_path, capsys):
     assert all(row["chosen"] and row["median_ms"] > 0 for row in written["sweep"])
     assert written["sweep_summary"]["worst_ratio"] == 1.0
     assert "worst ratio default/best 1.0" in capsys.readouterr().out
-    assert sweep.main([*arguments, "--budget", "0"], grid) == 1, "nothing was measured"
+    assert sweep.main([*arguments, "--merge", "--budget", "0"], grid) == 1, "nothing was measured"
+    before = path.read_text()
+    assert sweep.main(arguments, grid) == 2, "the file's other rows would be lost"
+    assert path.read_text() == before
+    assert "--merge" in capsys.readouterr().err
 
 
 # --- page -----------------------------------------------------------------------------------------
