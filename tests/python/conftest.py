@@ -67,6 +67,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
+def cuda(request: pytest.FixtureRequest) -> str:
+    """For tests that mean nothing without a GPU."""
+    reason = why_no_cuda()
+    if reason and request.config.getoption("--device") != "cuda":
+        pytest.skip(reason)
+    if request.config.getoption("--device") == "cpu":
+        pytest.skip("a GPU test, and --device cpu")
+    assert not reason
+    return "cuda"
+
+
+@pytest.fixture
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether the long versions are asked for."""
     return bool(request.config.getoption("--full"))

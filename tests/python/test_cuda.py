@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import why_no_cuda
-
 torch = pytest.importorskip("torch")
 
 import flash_kda  # noqa: E402
@@ -29,18 +27,6 @@ BETA_PITCH = 6288  # a row of one fused projection: four blocks of 12 x 128 colu
 def _no_gradients():
     with torch.no_grad():
         yield
-
-
-@pytest.fixture
-def cuda(request):
-    """For tests that mean nothing without a GPU."""
-    reason = why_no_cuda()
-    if reason and request.config.getoption("--device") != "cuda":
-        pytest.skip(reason)
-    if request.config.getoption("--device") == "cpu":
-        pytest.skip("a GPU test, and --device cpu")
-    assert not reason
-    return "cuda"
 
 
 @dataclasses.dataclass

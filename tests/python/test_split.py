@@ -17,8 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import why_no_cuda
-
 torch = pytest.importorskip("torch")
 
 import flash_kda  # noqa: E402
@@ -36,18 +34,6 @@ ORDINARY, STRESS, CANCELLING = (5e-3, 5e-3), (1e-2, 1e-2), (5e-2, 8e-2)  # out, 
 def _no_gradients():
     with torch.no_grad():
         yield
-
-
-@pytest.fixture
-def cuda(request):
-    """For tests that mean nothing without a GPU."""
-    reason = why_no_cuda()
-    if reason and request.config.getoption("--device") != "cuda":
-        pytest.skip(reason)
-    if request.config.getoption("--device") == "cpu":
-        pytest.skip("a GPU test, and --device cpu")
-    assert not reason
-    return "cuda"
 
 
 def options(call, lower_bound=-5.0, **more):

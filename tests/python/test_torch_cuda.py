@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from conftest import why_no_cuda
-
 torch = pytest.importorskip("torch")
 
 import flash_kda  # noqa: E402
@@ -29,18 +27,6 @@ from test_cuda import (  # noqa: E402
 HEADS = 2
 LENGTHS = [100, 0, 33, 64]
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-
-
-@pytest.fixture
-def cuda(request):
-    """For tests that mean nothing without a GPU."""
-    reason = why_no_cuda()
-    if reason and request.config.getoption("--device") != "cuda":
-        pytest.skip(reason)
-    if request.config.getoption("--device") == "cpu":
-        pytest.skip("a GPU test, and --device cpu")
-    assert not reason
-    return "cuda"
 
 
 # --- modules --------------------------------------------------------------------------------------
