@@ -296,7 +296,7 @@ TEST(EmulatedForward, ExtremeRates) {
   check(c, kStressBound, scheduled(split_launches(3)));
 }
 
-// Head 0: q and k tiny; 1: huge; 2: zero rows.
+// Head 0: q and k tiny; 1: huge, some keys near the end of the range; 2: zero rows.
 TEST(EmulatedForward, ExtremeNorms) {
   Case c(spec({200}, 3));
   for (std::int64_t t = 0; t < 200; ++t) {
@@ -306,6 +306,7 @@ TEST(EmulatedForward, ExtremeNorms) {
         c.q.set(c.q.get(0, t, h, j) * factor, 0, t, h, j);
         c.k.set(c.k.get(0, t, h, j) * factor, 0, t, h, j);
       }
+      if (t % 11 == 3) c.k.set(c.k.get(0, t, 1, j) < 0 ? -2e38 : 2e38, 0, t, 1, j);  // above 2^127
       if (t % 5 == 0) c.k.set(0, 0, t, 2, j);
       if (t % 7 == 0) c.q.set(0, 0, t, 2, j);
     }

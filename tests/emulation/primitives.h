@@ -126,7 +126,6 @@ inline void shrink_registers() {
 }
 // Grids run one after another.
 inline void wait_for_previous_grid() {}
-inline void launch_next_grid() {}
 
 // ---- numbers
 // -------------------------------------------------------------------------------------
@@ -144,10 +143,7 @@ inline std::uint32_t pack_bf16(float low, float high) {
 inline float bf16_low(std::uint32_t pair) { return from_bits(pair << 16); }
 inline float bf16_high(std::uint32_t pair) { return from_bits(pair & 0xffff0000u); }
 // To nearest, ties away from zero; any NaN becomes 0x7fffffff.
-inline std::uint32_t round_tf32(float x) {
-  if (std::isnan(x)) return 0x7fffffffu;
-  return (bits(x) + 0x1000u) & 0xffffe000u;
-}
+inline std::uint32_t tf32_operand(float x) { return bits(x * 1.000244140625f); }
 
 // ---- shared memory
 // -------------------------------------------------------------------------------

@@ -97,10 +97,21 @@ TEST(EmulatedNumbers, FollowTheInstructions) {
   EXPECT_EQ(pack_bf16(std::numeric_limits<float>::max(), -0.0f), 0x80007f80u);
   EXPECT_EQ(bf16_low(0xc0003f80u), 1.0f);
   EXPECT_EQ(bf16_high(0xc0003f80u), -2.0f);
-  EXPECT_EQ(round_tf32(from_bits(0x3f801000u)), 0x3f802000u);  // a tie goes away from zero
-  EXPECT_EQ(round_tf32(from_bits(0xbf800fffu)), 0xbf800000u);
-  EXPECT_EQ(round_tf32(kInfinity), 0x7f800000u);
-  EXPECT_TRUE(std::isnan(from_bits(round_tf32(kNan))));
+  // What mma_tf32 sees of an operand: numbers of ten bits as they are, others to three quarters of
+  // a unit.
+  const auto seen = [](float x) { return from_bits(tf32_operand(x) & 0xffffe000u); };
+  for (int i = 1024; i < 2048; ++i) {
+    const float unit = 0x1p-10f, x = static_cast<float>(i) * unit;
+    EXPECT_EQ(seen(x), x);
+    EXPECT_EQ(seen(-x), -x);
+    for (int part = 1; part < 8; ++part) {
+      const float between = x + static_cast<float>(part) * unit / 8;
+      EXPECT_LE(std::fabs(seen(between) - between), 0.75f * unit) << between;
+    }
+  }
+  EXPECT_EQ(seen(0.0f), 0.0f);
+  EXPECT_EQ(seen(kInfinity), kInfinity);
+  EXPECT_TRUE(std::isnan(seen(kNan)));
   EXPECT_EQ(fused_multiply_add(1.0f + 0x1p-12f, 1.0f - 0x1p-12f, -1.0f), -0x1p-24f);
 }
 

@@ -48,7 +48,7 @@ struct ForwardParams {
   const void* cu_seqlens = nullptr;  // [N + 1]; null: a batch of equal lengths
   std::int64_t cu_stride = 0;
 
-  // Null: the spans follow from `segments`, each block takes every grid-th item.
+  // Null: the spans follow from `segments`, the items of a block from its number (WorkCursor).
   Schedule* schedule = nullptr;
   const Span* spans[3] = {};      // by Queue, longest first
   const Chain* chains = nullptr;  // of split sequences

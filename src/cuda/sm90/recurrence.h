@@ -286,10 +286,9 @@ struct StateRole {
     wgmma_wait<0>();
     wgmma_touch(y);
     FLASH_KDA_UNROLL
-    for (int i = 0; i < 8; ++i) {  // W, and in `packed` what bf16 leaves of it
-      const float w0 = y[2 * i] * scale[i >> 1].x, w1 = y[2 * i + 1] * scale[i >> 1].y;
-      operand[i] = pack_bf16(w0, w1);
-      packed[i] = pack_bf16(w0 - bf16_low(operand[i]), w1 - bf16_high(operand[i]));
+    for (int i = 0; i < 8; ++i) {  // W
+      y[2 * i] *= scale[i >> 1].x, y[2 * i + 1] *= scale[i >> 1].y;
+      operand[i] = pack_bf16(y[2 * i], y[2 * i + 1]);
     }
     float inner[16];  // W A_qk^T; added to o later: o lives in the upper half of a product's
                       // accumulators
@@ -306,9 +305,15 @@ struct StateRole {
     FLASH_KDA_UNROLL
     for (int k = 0; k < 2; ++k) wgmma_n32(inner, operand + 4 * k, query_scores + k * 2, k > 0);
     FLASH_KDA_UNROLL
-    for (int k = 0; k < 2; ++k) wgmma_n32(inner, packed + 4 * k, query_scores + k * 2, true);
-    FLASH_KDA_UNROLL
     for (int k = 0; k < 2; ++k) wgmma_n32(inner, operand + 4 * k, query_scores + 4 + k * 2, true);
+    wgmma_commit();
+    wgmma_touch(y);
+    FLASH_KDA_UNROLL
+    for (int i = 0; i < 8; ++i)  // what bf16 left of W, under the products with the rest of it
+      packed[i] = pack_bf16(y[2 * i] - bf16_low(operand[i]), y[2 * i + 1] - bf16_high(operand[i]));
+    wgmma_fence();
+    FLASH_KDA_UNROLL
+    for (int k = 0; k < 2; ++k) wgmma_n32(inner, packed + 4 * k, query_scores + k * 2, true);
     wgmma_commit();
     FLASH_KDA_UNROLL
     for (int j = 0; j < 4; ++j) scale[j] = load_f32x2(scales + Layout::kQueryScaleAt + 32 * j);

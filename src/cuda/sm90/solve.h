@@ -46,8 +46,9 @@ FLASH_KDA_DEVICE Block8 transposed(const Block8& b, int lane) {
 // c += [upper left; lower left] right: two stacked 8x8 blocks times one, whose transpose is given.
 FLASH_KDA_DEVICE void multiply_add(float (&c)[4], const Block8& upper, const Block8& lower,
                                    const Block8& right_transposed) {
-  mma_tf32(c, round_tf32(upper.x0), round_tf32(lower.x0), round_tf32(upper.x1),
-           round_tf32(lower.x1), round_tf32(right_transposed.x0), round_tf32(right_transposed.x1));
+  mma_tf32(c, tf32_operand(upper.x0), tf32_operand(lower.x0), tf32_operand(upper.x1),
+           tf32_operand(lower.x1), tf32_operand(right_transposed.x0),
+           tf32_operand(right_transposed.x1));
 }
 
 template <class Block>
@@ -324,8 +325,9 @@ struct SolveRole {
     }
     const int exponent = static_cast<int>(largest >> 23);  // biased
     const bool shifts_help = exponent > 127 && exponent < 255;
+    const int power = exponent < 254 ? 254 - exponent : 1;  // biased; no smaller normal number
     store_f32(shifts + lane * 4,
-              shifts_help ? from_bits(static_cast<std::uint32_t>(254 - exponent) << 23) : 1.0f);
+              shifts_help ? from_bits(static_cast<std::uint32_t>(power) << 23) : 1.0f);
   }
 
   FLASH_KDA_DEVICE void prepare_shifted(const ChunkDescriptor& d,

@@ -1,6 +1,6 @@
 // The stream of chunks that a block works through, and the rings it travels in.
 //
-// The load role turns items of work (sequence, head, block of V columns) into a numbered stream of
+// The load role turns items of work (span, head, block of V columns) into a numbered stream of
 // chunks and writes a descriptor for each. Every other role walks the same numbers. A sequence
 // without tokens is one chunk of 0 rows.
 #pragma once
@@ -22,8 +22,9 @@ struct ChunkDescriptor {
   int token;       // first token, counted in its batch entry
   int rows_flags;  // tokens in the chunk (0..32) | flags; of an end mark: end marks that follow |
                    // kStop
-  int initial = kNoState, final = kNoState;  // of the span: kCallersState, kIdentity, or a slot
-  int key_head = 0;                          // for the load role alone
+  int initial = kNoState,
+      final = kNoState;  // of the span: kCallersState, kIdentityState, or a slot
+  int key_head = 0;      // for the load role alone
 
   FLASH_KDA_DEVICE int rows() const { return rows_flags & 63; }
   FLASH_KDA_DEVICE bool first() const { return (rows_flags & kFirst) != 0; }
